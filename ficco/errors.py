@@ -1,4 +1,4 @@
-"""Exceptions raised by ficco.
+"""Exceptions that ficco raises, and warnings that appear once.
 
 Built-in exceptions have their usual meaning. ``ValueError``: a wrong argument; the text states the
 requirement, the value and the remedy, and an ``InvalidArgument`` also has the argument's name.
@@ -26,7 +26,12 @@ duration, and whether the peer's process has ended. ``PeerFailed.timeouts`` hold
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 
@@ -265,3 +270,28 @@ def carry_out(steps: Iterable[Callable[[], object]]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+# Warnings, at the line of the caller's code.
+
+_PACKAGE = f"{Path(__file__).resolve().parent}{os.sep}"
+_warned: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    """Warn, unless this process has already issued the same warning."""
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=_outside())
+
+
+def _outside() -> int:
+    """Return the ``stacklevel`` of the first frame outside of this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _inside(frame):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _inside(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PACKAGE)

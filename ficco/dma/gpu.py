@@ -75,7 +75,7 @@ from ficco.dma.memories import (
 )
 from ficco.dma.tiles import LIMIT_S, TiledStep, order, types_of
 from ficco.dma.watch import MAX_WATCHED, Flight, SlotState, Watch, WatchedEngine, wanted
-from ficco.errors import BackendError
+from ficco.errors import BackendError, warn_once
 from ficco.hip_kernels.launch import COMBINES, MAX_PARTS, PEER_BLOCKS, Kernels, Signals, gates
 from ficco.machine import Machine
 from ficco.plan import Applied, Attending, Plan, Product, Reduction, Region, Signal, Transfer
@@ -83,7 +83,6 @@ from ficco.plan.parts import exchanged
 from ficco.problems.products import Problem
 from ficco.problems.specification import MERGE, PLACED
 from ficco.schedules import Schedule
-from ficco.warn import warn_once
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -25,7 +25,7 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ficco.errors import InvalidArgument
+from ficco.errors import InvalidArgument, warn_once
 from ficco.heuristics.candidates import ALL_OFFERS
 from ficco.heuristics.families import FAMILIES, Family, family_of
 from ficco.heuristics.model import (
@@ -44,7 +44,6 @@ from ficco.plan.render import BYTES, SECONDS, bytes_text, column, seconds_text
 from ficco.problems.products import Problem
 from ficco.problems.specification import AnyProblem
 from ficco.schedules import Schedule, own_candidates
-from ficco.warn import warn_once
 
 #: Advice for a machine without figures.
 REMEDY = "`ficco tune` measures this machine"

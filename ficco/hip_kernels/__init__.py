@@ -11,9 +11,8 @@ from functools import lru_cache
 
 import torch
 
-from ficco.errors import BackendError
+from ficco.errors import BackendError, warn_once
 from ficco.hip_kernels.launch import Kernels
-from ficco.warn import warn_once
 
 
 def kernels(device: torch.device | int) -> Kernels | None:

@@ -20,9 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ficco.errors import BackendError
+from ficco.errors import BackendError, warn_once
 from ficco.machine.files import home
-from ficco.warn import warn_once
 
 HERE = Path(__file__).resolve().parent
 

@@ -21,11 +21,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ficco.errors import warn_once
 from ficco.integrations import client
 from ficco.nn import ColumnParallelLinear, ColwiseParallel, RowParallelLinear, RowwiseParallel
 from ficco.nn.styles import share_inputs
 from ficco.runtime.counters import stays
-from ficco.warn import warn_once
 
 with client("transformers", "5.23"):
     from transformers import AutoModelForCausalLM, PretrainedConfig

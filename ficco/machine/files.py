@@ -32,10 +32,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from ficco.errors import ConfigError
+from ficco.errors import ConfigError, warn_once
 from ficco.machine.model import Machine, OneOf, Points, Quantity
 from ficco.problems.products import digest as digest_of_text
-from ficco.warn import warn_once
 
 #: The last line of a file.
 _END = "..."

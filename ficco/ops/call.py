@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ficco.compute.program import Call, Symmetric
 from ficco.dma.engine import Engine
-from ficco.errors import FiccoError
+from ficco.errors import FiccoError, warn_once
 from ficco.heuristics import Decision, decide
 from ficco.ops import problem_log
 from ficco.ops.operands import LEFT, Scales, flat, frozen, plain_scales, problem_of_operands
@@ -35,7 +35,6 @@ from ficco.runtime.workspace import (
     workspace_for,
 )
 from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
-from ficco.warn import warn_once
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Rows = Sequence[int] | Sequence[Sequence[int]] | None

@@ -25,7 +25,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "compute": (3490, 1835),
     "dma": (7405, 4145),
     "heuristics": (1615, 725),
-    "hip_kernels": (1295, 630),
+    "hip_kernels": (1295, 625),
     "integrations": (920, 465),
     "machine": (1460, 640),
     "nn": (2180, 1040),
@@ -42,16 +42,15 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
     "api.py": (355, 120),
-    "errors.py": (270, 85),
+    "errors.py": (300, 105),
     "fsdp.py": (500, 285),
     "options.py": (220, 100),
     "tile.py": (95, 20),
     "version.py": (25, 15),
-    "warn.py": (35, 20),
     # Of the package.
-    "files": 169,
-    "loose files": 10,
-    "lines of the longest file": 900,
+    "files": 168,
+    "loose files": 9,
+    "lines of the longest file": 899,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
     "files that name hosts": 35,
@@ -87,7 +86,7 @@ PLACES = {
 #: Units of the package, lowest first. A unit is a module or a sub-package, of the package or of
 #: ``tools``; "ficco" is its ``__init__``. A unit imports from lower lines alone.
 PURE = (
-    ("errors", "version", "warn"),
+    ("errors", "version"),
     ("problems",),
     ("machine",),
     ("plan",),
