@@ -117,7 +117,7 @@ def test_forwards_all_that_the_engine_calls() -> None:
     named = re.findall(r"\bcalls\.(hip\w+)|\bhip\.(hip[A-Z]\w+)\(", API.read_text())
     names = {first or second for first, second in named}
     names |= {"hipThreadExchangeStreamCaptureMode", "hipGetErrorString"}
-    made = {name for name in names if not re.search(r"_st$|_t$", name)}
+    made = {name for name in names if not re.search(r"_st$|_t$|Attributes$", name)}  # no structs
     assert len(made) > 30 and made <= symbols(hip_ranks.forward(), "--defined-only")
     undefined = symbols(hip_ranks.forward(), "--undefined-only")
     assert not {name for name in undefined if name.startswith("cu")}

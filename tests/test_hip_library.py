@@ -210,7 +210,7 @@ def test_sums_by_the_kernel(series: str) -> None:
             ("ragged", 5, SUMMED[at % 3]),  # rows of no whole vectors
             ("equal" if at % 4 else "ragged", 16, SUMMED[at % 2]),
         )
-        if "kernel" not in schedule
+        if "kernel" not in schedule and "two-shot" not in schedule  # copies by kernel
     ]
     for (launched, asked), (none, more) in pooled(3, compiling, _summed, cases, series=series):
         assert none == 0 and launched == more - asked > len(cases) / 2
