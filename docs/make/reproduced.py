@@ -163,7 +163,7 @@ def speed_table() -> str:
         lines = gathers(name)
         cells = [_mean(lines, role) for role in ROLES]
         right = [f"{fits.sum()} of {len(fits)}" for fits in (by_shape(lines), by_rule(lines))]
-        rows.append([f"[{name}](results/{name}.md)", len(lines), *cells, *right])
+        rows.append([f"[{name}]({name}.md)", len(lines), *cells, *right])
     heads = ("bench", "shapes", *ROLES.values(), "m <= k is right", "the rule is right")
     return markdown(heads, rows)
 
@@ -251,7 +251,7 @@ def claims() -> list[Claim]:
             "on all 16 shapes; on 81 % of 16 others, losing 14 % elsewhere",
             f"of the paper's own schedules on {taken.sum()} of {len(taken)} shapes; of all that "
             f"ficco has on {by_mode['queued']}, and {by_mode['idle']} where the GPU waits",
-            "[12 to 16 of 16](results/choosing.md#readings-of-the-papers-rule)",
+            "[12 to 16 of 16](choosing.md#readings-of-the-papers-rule)",
             "**no**",
         ),
         Claim(
@@ -267,7 +267,7 @@ def claims() -> list[Claim]:
 
 def _most(every: pd.DataFrame, role: str) -> str:
     bench, case = every[role].idxmax()
-    return f"up to {every[role].max():.2f} ([{case}](results/{bench}.md))"
+    return f"up to {every[role].max():.2f} ([{case}]({bench}.md))"
 
 
 def _losses(simulated: dict[str, str]) -> list[Claim]:
@@ -337,8 +337,8 @@ def tables() -> dict[tuple[str, str], str]:
     """The tables, by the page and the markers that they stand between."""
     heads = ("claim", "paper, 8 MI300X", "measured, NVIDIA", "simulated, 8 MI300X", "verdict")
     return {
-        ("paper.md", "claims"): markdown(heads, claims()),
-        ("paper.md", "speeds"): speed_table(),
+        ("results/paper.md", "claims"): markdown(heads, claims()),
+        ("results/paper.md", "speeds"): speed_table(),
         ("results/choosing.md", "rule"): rule_table(),
     }
 

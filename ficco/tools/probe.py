@@ -69,7 +69,7 @@ ADVICE: dict[str, dict[str, str]] = {
 
 
 class CardClaim(NamedTuple):
-    """A claim of ``docs/amd.md`` about cards, which a self-test proves or refutes.
+    """A claim of ``docs/api/amd-claims.md`` about cards, which a self-test proves or refutes.
 
     Attributes:
         text: the claim, in Markdown.
@@ -93,7 +93,7 @@ CLAIMS: dict[str, tuple[CardClaim, ...]] = {
             "peers can map each other's memory, and copies reach it",
             "`hipDeviceCanAccessPeer`, IPC handles",
             ("device and", "memory of", "sharing of plain", "FICCO_HIP=memory=ipc"),
-            "[the host's set-up](amd-setup.md)",
+            "[the host's set-up](../amd-setup.md)",
         ),
         CardClaim(
             "copies of 4 bytes to 512 MiB are exact, to and from every peer, by each call",
@@ -107,7 +107,7 @@ CLAIMS: dict[str, tuple[CardClaim, ...]] = {
         CardClaim(
             "several copies of a lane take less time in a batch",
             "`hipMemcpyBatchAsync` copies one by one before HIP 7.12; see [minimum "
-            "ROCm](amd-setup.md#minimum-rocm)",
+            "ROCm](../amd-setup.md#minimum-rocm)",
             ("batches of",),
             "leave `batched_copies` out of the machine file",
         ),
@@ -145,25 +145,25 @@ CLAIMS: dict[str, tuple[CardClaim, ...]] = {
         CardClaim(
             "copies run on SDMA engines, during GEMMs",
             "by the runtime's source, whole rows above 16 KiB do; see [what copies "
-            "what](#what-copies-what)",
+            "what](../amd.md#what-copies-what)",
             ("products beside",),
             "a profile proves it",
         ),
         CardClaim(
             "7 copy lanes fill 7 links",
-            "streams share [hardware queues](#hardware-queues)",
+            "streams share [hardware queues](../amd.md#hardware-queues)",
             ("bandwidth of",),
             "`GPU_MAX_HW_QUEUES=16`",
         ),
         CardClaim(
             "the watchdog works while lanes wait",
-            "its stream needs [hardware queues](#hardware-queues) of its own",
+            "its stream needs [hardware queues](../amd.md#hardware-queues) of its own",
             ("timeouts",),
             "`GPU_MAX_HW_QUEUES=16`",
         ),
         CardClaim(
             "`FICCO_HIP=memory=torch`",
-            "PyTorch's symmetric memory for ROCm; see [minimum ROCm](amd-setup.md#minimum-rocm)",
+            "PyTorch's symmetric memory for ROCm; see [minimum ROCm](../amd-setup.md#minimum-rocm)",
             ("FICCO_HIP=memory=torch",),
             "leave it out",
         ),

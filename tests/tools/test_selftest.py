@@ -939,9 +939,9 @@ def test_the_page_has_the_claims_of_the_selftest() -> None:
     for claim in claimed:
         rows = [f"`{row}`" if row in names else f"`{row} ..`" for row in claim.rows] or ["none"]
         lines.append(f"| {claim.text} | {claim.why} | {', '.join(rows)} | {claim.advice} |")
-    page = (Path(__file__).parents[2] / "docs/amd.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/api/amd-claims.md").read_text()
     table = "\n".join(lines)
-    assert table in page, f"docs/amd.md needs this table:\n{table}"
+    assert table in page, f"docs/api/amd-claims.md needs this table:\n{table}"
     prefixes = [row for claim in claimed for row in claim.rows]
     assert not [one for one in prefixes if not any(name.startswith(one) for name in names)]
     assert not [name for name in names if not name.startswith(tuple(prefixes))]

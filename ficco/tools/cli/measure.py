@@ -606,7 +606,7 @@ def add_doctor(parser: Any) -> None:
     parser.add_argument(
         "--read",
         **FILE,
-        help="print what a report proves and refutes of docs/amd.md, and write the machine file of "
+        help="print what a report proves and refutes of docs/api/amd-claims.md, and write the machine file of "
         "its host next to it",
     )
 
@@ -672,7 +672,7 @@ def _read(path: Path) -> int:
     from ficco.tools.selftest import run as selftest
 
     report = selftest.read(path)
-    none = [f"docs/amd.md makes no claims about the engine {report['engine']}"]
+    none = [f"docs/api/amd-claims.md makes no claims about the engine {report['engine']}"]
     print("\n".join(selftest.claims(report) or none))
     machine, where = selftest.machine(report), path.with_suffix(".yaml")
     if machine is None:
