@@ -26,7 +26,7 @@ import torch
 from programs import Program
 from ranks import missing
 
-from ficco import warn
+from ficco import errors
 from ficco.errors import BackendError
 from ficco.hip_kernels import build, launch
 from ficco.hip_kernels.build import Compiler, CompilerNotFound, Target
@@ -1348,7 +1348,7 @@ def test_kernels_that_others_may_write_are_compiled_anew(
     if os.geteuid() == 0:
         changes.append(lambda: os.chown(path, 65534, -1))
     for calls, change in enumerate(changes, 2):
-        monkeypatch.setattr(warn, "_warned", set())
+        monkeypatch.setattr(errors, "_warned", set())
         change()
         with pytest.warns(UserWarning, match="other users may write it"):
             assert build.compiled(TARGET, path.parent) == image
@@ -1363,7 +1363,7 @@ def test_cache_that_cannot_be_written(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(warn, "_warned", set())
+    monkeypatch.setattr(errors, "_warned", set())
     finders(Counted())
     file, folder = tmp_path / "file", tmp_path / "folder"
     file.touch()

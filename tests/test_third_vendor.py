@@ -34,7 +34,7 @@ from test_faults import MISMATCHES, test_calls_in_another_order  # noqa: F401  l
 
 import ficco
 import ficco.dma.cpu
-from ficco import warn
+from ficco import errors
 from ficco.runtime.workspace import workspaces
 
 
@@ -53,7 +53,7 @@ def device() -> Iterator[str]:
 
 def _not_described(at: Rank) -> list[str]:
     """Warnings of two problems for a number of ranks that no file describes."""
-    warn._warned.clear()
+    errors._warned.clear()
     group = dist.new_group(list(range(at.world)))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

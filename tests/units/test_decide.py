@@ -21,7 +21,7 @@ from ranks import Failure, Rank, caught, leave, run
 from test_model import BY, MACHINE, PROBLEM, problem
 
 import ficco
-from ficco import warn
+from ficco import errors
 from ficco.heuristics import decide, families, problem_of_sizes, where
 from ficco.heuristics.candidates import ALL_OFFERS, SERIALS, candidates, is_serial
 from ficco.heuristics.decide import described
@@ -57,7 +57,7 @@ TUNED = Tuned(
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warnings that were given once are given again."""
-    monkeypatch.setattr(warn, "_warned", set())
+    monkeypatch.setattr(errors, "_warned", set())
 
 
 # The order of the sources.

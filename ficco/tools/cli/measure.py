@@ -606,8 +606,8 @@ def add_doctor(parser: Any) -> None:
     parser.add_argument(
         "--read",
         **FILE,
-        help="print what a report proves and refutes of docs/api/amd-claims.md, and write the machine file of "
-        "its host next to it",
+        help="print what a report proves and refutes of docs/api/amd-claims.md, and write the "
+        "machine file of its host next to it",
     )
 
 
