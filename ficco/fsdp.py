@@ -398,7 +398,7 @@ def use(
         for block in model.layers:
             fully_shard(block)
         fully_shard(model)
-        print(*ficco.fsdp.use(model), sep="\n")
+        print(*ficco.fsdp.use(model))
 
     Returns the parameter groups, served and left. Collective: all ranks call it once, after the
     last ``fully_shard``. Parameters, gradients and checkpoints stay as they are. Calls run under
