@@ -519,6 +519,7 @@ class CpuEngine(Engine):
         return op
 
     def _wait(self, program: Program, call: Call, step: int, signal: Signal, word: int) -> None:
+        """Wait for a signal. Raise after the time limit, or once its poster ended without it."""
         state: CallState = call.state
         lane = program.plan.steps[step].lane
         begin = time.monotonic()
@@ -528,7 +529,7 @@ class CpuEngine(Engine):
             if lane not in state.blocked:
                 state.blocked[lane] = (step, signal, word, begin)
                 self._mark(program, state, lane, 1)
-            # Read the word after the process state: a peer may post and then end.
+            # Read the word after the process state, since a peer may post and then end.
             ended = dead(state.pids[signal.poster]) and not semaphores().value(word)
             limit, seconds = 0 if ended else state.timeout_s, time.monotonic() - begin
             patience = state.patience = state.patience or Patience()

@@ -354,17 +354,17 @@ class GpuEngine(WatchedEngine):
         rectangle = None
         if self.means.rectangles:
             rectangle = self.driver.rectangle(to, dst_pitch, width, height)
-        cut = None if rectangle else self._copy_columns(program, step, transfer, flat)
+        pitched = None if rectangle else self._copy_columns(program, step, transfer, flat)
 
         def op(call: Call) -> None:
             at, pitch = source(call)
             stream = call.state[lane]
-            if (pitch == width == dst_pitch) or height == 1:
+            if (pitch == width == dst_pitch) or height == 1:  # contiguous at both ends
                 flat(at, stream)
             elif rectangle:
                 rectangle(at, pitch, stream)
-            elif cut:
-                cut(call, at, pitch)
+            elif pitched:
+                pitched(call, at, pitch)
 
         return op
 

@@ -65,8 +65,7 @@ def most_bytes(plan: Plan, message: Message) -> int:
 
 
 def parts_of(program: Program, message: Message) -> Callable[[Call], list[torch.Tensor]]:
-    """A function that returns a call's tensors of a message on this rank; empty if the call has no
-    rows of it, at either end."""
+    """Return a function that lists this rank's tensors of a message in a call; [] without rows."""
     plan, places, (outward, _, region, move) = program.plan, buffers_of(program), message
     if not filled(plan, region):
         stride = move.src_stride if outward else move.dst_stride

@@ -175,18 +175,18 @@ def _layer(
     c: torch.Tensor | None,
     keeps: bool,
 ) -> ExpertLayer:
-    """Return the layer that an operator computes with the rows ``left`` and the matrices of each
-    expert, ``b`` before and ``c`` after the function."""
+    """Return the layer of an operator. ``left``: its ``a`` or, without ``b``, its ``active``. ``b``
+    and ``c``: matrices of each expert, applied before and after the activation."""
     matrices = b if b is not None else c
     assert matrices is not None
     k, h, n = left.shape[1] if b is not None else 0, matrices.shape[2], 0
     if c is not None:
         h, n = c.shape[1:]
     dtype = str(left.dtype).removeprefix("torch.")
-    function = call.function if operator == NAME else ""
+    function, indexed = (call.function, not blocks.exact) if operator == NAME else ("", False)
     experts = matrices.shape[0]
     sizes = call.group.size(), experts, blocks.capacity, k, h, n
-    flags = keeps, call.gathers, blocks.exact, operator == NAME and not blocks.exact
+    flags = keeps, call.gathers, blocks.exact, indexed
     room = _most_rows(blocks, experts, call.gathers) if blocks.exact else (0, 0)
     facts = _engine(call, left).group_facts
     return _cached_layer(operator, *sizes, dtype, function, *flags, room, **facts)

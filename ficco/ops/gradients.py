@@ -243,7 +243,7 @@ def _transposed_product(
 
 
 def rows_multiplied(call: OperatorCall, m: int) -> int:
-    """Return the number of rows of this rank's product, or of the gathered A, for m rows of A."""
+    """Return the rows of this rank's result, or of the gathered A if ``inner``, for m rows of A."""
     world, rank, rows = call.group.size(), call.group.rank(), call.rows
     if OPERATORS[call.operator].collective == "all-gather":
         return m * world if rows is None else sum(rows)

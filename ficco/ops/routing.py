@@ -355,8 +355,8 @@ def _asking(
 
 
 def _check(indices: torch.Tensor, experts: int, capacity: int | None, overflow: str) -> None:
-    number = indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool
-    if indices.dim() != 2 or number:
+    not_integer = indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool
+    if indices.dim() != 2 or not_integer:
         raise ValueError(
             f"indices: required whole numbers [t, top_k], got {indices.dtype} of shape "
             f"{list(indices.shape)}; reshape them"

@@ -546,8 +546,8 @@ class Board:
                     yield number
 
     def _mismatch_of(self, number: int) -> RankMismatch | PeerFailed | None:
-        """Mismatch of one call among the entries posted so far, or its failure on other ranks;
-        None if the entries agree."""
+        """Mismatch of one call among the entries posted so far, or its failure on other ranks. None
+        if the entries agree, and for LATE_S if ranks only timed out."""
 
         def entries() -> dict[int, int]:
             values = {rank: self._entry(rank, number) for rank in self._ranks}

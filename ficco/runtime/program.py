@@ -27,12 +27,12 @@ def compile(
     """
     plan = _taken_apart(plan, engine)
     program = Program(plan, slot, [], source, batched=batched)
-    joined = {earlier for step in plan.steps for earlier in step.after}
+    joined = {earlier for step in plan.steps for earlier in step.after}  # other lanes wait for them
     entered: set[str] = set()
     for run in together(plan, batched, engine.exchanges(plan) and not timed):
         lane = plan.steps[run[0]].lane
         ops = list(_operations(program, engine, run, joined, timed))
-        if ranges.STEPS or timed:
+        if ranges.STEPS or timed:  # a range around each operation but the caller's, a placeholder
             step = plan.steps[run[0]]
             text = f"{step.label} ({step.op} on {lane})"
             ops = [op if op in (None, callers) else ranges.as_range(text, op) for op in ops]

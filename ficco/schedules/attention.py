@@ -437,19 +437,19 @@ class GradientRoute(Route):
         world, begin, parcels = self.world, self.problem.leaves(owner, src), list[Parcel]()
         crosses = self.problem.host(src) != self.problem.host(dst)
         shares = [Contribution(*self.problem.spans[owner][src], src, 1 << src)]
-        if crosses:
+        if crosses:  # `src` sends the sums of its host, not only its own gradient
             shares = [one for one, _ in world.sums(src, owner)]
         units, signals = world.arrivals[src].units(owner), self.signals(src, dst, owner)
         for unit, signal in zip(units, signals, strict=True):
             rows = begin + unit.start, begin + unit.stop
             moves = tuple(
                 Transfer(
-                    world.leaving(src, owner, *common, summed=crosses),
-                    world.returned(src, dst, owner, *common),
+                    world.leaving(src, owner, *span, summed=crosses),
+                    world.returned(src, dst, owner, *span),
                     share.terms,
                 )
                 for share in shares
-                for common in intersections([share[:2]], rows)
+                for span in intersections([share[:2]], rows)  # part of the share in the unit
             )
             labels = (f"d{owner}.{unit.ordinal}>{dst}",)
             parcels.append(Parcel(moves, labels, (), (signal,), unit.group))

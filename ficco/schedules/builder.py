@@ -206,13 +206,13 @@ class Builder:
         return tuple(released(peer, self.me) for peer in peers)
 
     def acquire(self, after: tuple[int, ...] = ()) -> dict[int, int]:
-        """Take over the slots of all peers, with one step on each copy lane. The step also posts
-        that the call has begun. Returns the step by peer."""
+        """Add a step to each copy lane: wait until its peers release their slots, and post that the
+        call has begun. Return the index of the step by peer."""
         acquired: dict[int, int] = {}
         for lane, peers in self.copy_lanes():
             free = self.released_by(peers)
             posts = tuple(signal for peer in peers for signal in self.begun.get(peer, ()))
-            step = Step(None, lane, "acquire", free, posts, free, after)
+            step = Step(None, lane, "acquire", free, posts, clears=free, after=after)
             acquired.update(dict.fromkeys(peers, self.add(step)))
         return acquired
 

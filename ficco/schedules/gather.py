@@ -308,11 +308,11 @@ class Gather(Stage):
             builder.lane_of = dict.fromkeys(in_turn, "compute0")
 
     def _own_regions(self) -> list[Region]:
-        """Regions of own units: in staging if peers have units in the same group."""
-        units, here = self.mine.units(self.me), self.mine.in_shard(self.a, self.me)
+        """Regions of own units: in staging for groups with units of peers, else in the shard."""
+        units, in_shard = self.mine.units(self.me), self.mine.in_shard(self.a, self.me)
         if len(self.mine.sets[self.mine.set_of[self.me]]) == 1:
-            return here
-        ends = zip(units, here, self.world.landed(self.me, self.me, self.me), strict=True)
+            return in_shard
+        ends = zip(units, in_shard, self.world.landed(self.me, self.me, self.me), strict=True)
         mixed = [any(unit.peer != self.me for unit in units) for units in self.groups]
         return [landed if mixed[unit.group] else region for unit, region, landed in ends]
 

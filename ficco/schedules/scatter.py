@@ -421,11 +421,11 @@ class ScatterStage(Stage):
         return self.add(Step(reduction, REDUCE_LANE, label, tuple(waits), after=once))
 
     def _cross(self) -> None:
-        """Exchange blocks with other hosts or, if the operator sums, the sums of the host."""
+        """Exchange blocks with other hosts. An operator that sums sends the sums of this host."""
         step_of, targets = dict(self.step_of), {target for target, _ in self.ways}
-        for unit in chain.from_iterable(self.mine.by_group) if self.world.host_sums else ():
-            if unit.peer in targets:
-                step_of[unit] = self._reduce(unit, step_of[unit])
+        leaving = [unit for unit in chain.from_iterable(self.mine.by_group) if unit.peer in targets]
+        for unit in leaving if self.world.host_sums else ():
+            step_of[unit] = self._reduce(unit, step_of[unit])
         units, direct = self.mine.units, self.problem.kind.blocks
         self.traffic.cross(self.ways, lambda to, number: (step_of[units(to)[number]],), direct)
 

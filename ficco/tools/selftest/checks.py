@@ -292,11 +292,11 @@ def wrong_rows(result: torch.Tensor, operands: Operands) -> torch.Tensor:
     kind = problem.kind
     if kind.inner or (kind.sums and not kind.returns):
         return wrong.sum()[None]
-    of = [
+    rows_from = [
         problem.rows[peer] if kind.sums else problem.block(peer, rank)
         for peer in range(problem.world)
     ]
-    return torch.stack([part.sum() for part in wrong.split(of)])
+    return torch.stack([part.sum() for part in wrong.split(rows_from)])
 
 
 def proven(
