@@ -3,11 +3,13 @@ carries out the copies of a batch in any order."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from cases import all_exact, equal, exact
@@ -203,3 +205,27 @@ def test_the_double_refuses_batches_that_depend_on_their_order() -> None:
     assert "copies 0 and 1 depend on their order" in same
     assert "copies 0 and 1 depend on their order" in read
     assert "copy 1 has no bytes" in empty
+
+
+def _cuts(at: Rank, files: list[str]) -> list[tuple[int, int]]:
+    """Contiguous and 2D copies of warm, exact calls under each machine file."""
+    counts, cases = [], [equal(3, 12, 16, 8, schedule=name) for name in (LANES[0], ALONE[2])]
+    for file in files:
+        with mock.patch.dict(os.environ, FICCO_MACHINE=file), clean():  # read by a new engine
+            all_exact(at, cases * 2)
+            ficco.synchronize()
+            before = calls(COPY), calls("hipMemcpy2DAsync")
+            all_exact(at, cases)
+            ficco.synchronize()
+            counts.append((calls(COPY) - before[0], calls("hipMemcpy2DAsync") - before[1]))
+    return counts
+
+
+def test_the_machine_file_limits_copies(tmp_path: Path) -> None:
+    """Pieces of 512 bytes of copies of 768, and of four rows of 2D copies."""
+    base, files = replace(load(configs() / "mi300x-8.yaml"), ranks=3), []
+    for most in (0, 512, 128):
+        files.append(str(tmp_path / f"{most}.yaml"))
+        save(replace(base, name=f"limit{most}", largest_copy=most), files[-1])
+    for whole, halves, more in run(3, _cuts, files, settings=NATIVE):
+        assert whole[0] < halves[0] < more[0] and whole[1] <= halves[1] < more[1]

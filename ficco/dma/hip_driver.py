@@ -374,8 +374,14 @@ class HipDriver(Driver):
     def rectangle(
         self, dst: int, dst_pitch: int, width: int, height: int
     ) -> Callable[[int, int, Any], None]:
-        copy = hip.copy_2d
-        return lambda src, pitch, stream: copy(dst, dst_pitch, src, pitch, width, height, stream)
+        most = max(self._largest // width, 1) if self._largest else height
+
+        def copy(src: int, pitch: int, stream: Any) -> None:
+            for row in range(0, height, most):
+                to, at, rows = dst + row * dst_pitch, src + row * pitch, min(most, height - row)
+                hip.copy_2d(to, dst_pitch, at, pitch, width, rows, stream)
+
+        return copy
 
     # Memory.
 

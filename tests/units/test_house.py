@@ -23,7 +23,7 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3490, 1835),
-    "dma": (7405, 4145),
+    "dma": (7410, 4150),
     "heuristics": (1615, 725),
     "hip_kernels": (1295, 625),
     "integrations": (920, 465),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 43_940
+LINES_OF_TESTS = 43_960
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
