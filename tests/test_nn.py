@@ -41,6 +41,7 @@ from ficco.nn import (
     RowwiseParallel,
     UlyssesAttention,
     clip_grad_norm_,
+    copied_linear,
     full_state_dict,
     gather_once,
     replicated,
@@ -702,6 +703,20 @@ def _vectors(at: Rank) -> None:
     refuses(("Shard(dim=1)", lambda: wrong(x)))
 
 
+def _inferred(at: Rank) -> None:
+    """Without gradients a column is the library's product, and a row one sum over the ranks."""
+    whole, mesh = pair(), mesh_of(at)
+    model = styled(whole, mesh, {}, {})
+    for turn, shape in enumerate([(HIDDEN,), (3, HIDDEN), (2, 3, HIDDEN)]):
+        x = integers(*shape, seed=turn)
+        with torch.no_grad(), counted() as counts:
+            out = model(x)
+        same(out, whole(x).detach(), f"{shape} without gradients")
+        assert counts == {"matmul_all_reduce": 1}, counts
+    with torch.no_grad():
+        refuses(("group: required", lambda: copied_linear(x, x, group="tp")))  # type: ignore[arg-type]
+
+
 def double_weight(layer: nn.Module, args: Any) -> None:
     layer.weight.mul_(2)
 
@@ -1008,7 +1023,7 @@ WITH_FSDP2 = partial(pytest.param, marks=HAS_FSDP2)
 RECORDS = since("2.8", "does not tell that a checkpoint is being recorded: CheckpointError")
 OF_LAYERS = _kinds, _initialisation, _state_dicts, _more_than_weights, _unequal, _encoder
 OF_ALL = _norm_that_all_have, _meta, _skipped, WITH_FSDP2(_parts_or_wholes)
-OF_STYLES = _vectors, _shared, _under_way, _changed, _compiled, _subclasses
+OF_STYLES = _vectors, _inferred, _shared, _under_way, _changed, _compiled, _subclasses
 OTHERS = pytest.param(_recomputed_within, marks=RECORDS), _more_than_linear
 
 

@@ -168,7 +168,7 @@ class Program:
         """Drop all references to the slot's memory."""
         self.ops.clear()
         self.state.clear()
-        self.slot = None
+        self.slot, self.siblings = None, {}
 
 
 def in_turn(ops: Sequence[Op]) -> Op:

@@ -218,8 +218,8 @@ def predictable(schedule: Schedule, problem: Problem, machine: Machine) -> bool:
     prediction (docs/results/serial-by-kernel-h200-4.csv), and six of problems that were not used
     before took 3 % less to 16 % more (unseen-h200-4.csv there). A kernel that sums after all
     products does not wait either: 24 calls on 2 H200 took 5 % less to 19 % more
-    (decode-all-reduce-h200-2.csv and decode-reduce-scatter-h200-2.csv); a two-shot was not measured
-    yet. With more ranks neither was, and in an all-reduce a one-shot reads more bytes than other
+    (decode-all-reduce-h200-2.csv and decode-reduce-scatter-h200-2.csv); those of a two-shot were
+    not compared. With more ranks nothing was, and in an all-reduce a one-shot reads more than other
     schedules send. On a CPU both offers are the same.
     """
     if schedule.grouping == "tiled":

@@ -156,6 +156,7 @@ def copied_linears(
     :func:`ficco.matmul_all_reduce` for all weights. If there are several, it concatenates them and
     the gradients, which copies both.
     """
+    ranks = process_group(group)
     if recipe is None and _infers(x, *weights):
         linear = torch.nn.functional.linear
         outs = tuple(linear(x, weight) for weight in weights)
@@ -163,7 +164,7 @@ def copied_linears(
     refuse_unserved({"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}})
     outs = differentiable(
         _LOCAL,
-        _Local(recipe_of(recipe), process_group(group), schedule),
+        _Local(recipe_of(recipe), ranks, schedule),
         *under_autocast(_rows(x), *weights),
     )
     return tuple(_biased(_with_batch(y, x), bias) for y, bias in zip(outs, biases, strict=True))

@@ -41,7 +41,7 @@ from ficco.machine import (
 )
 from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.workspace import workspaces
-from ficco.schedules import NAMED, Schedule, refusal
+from ficco.schedules import NAMED, Schedule, refusal, same_plans
 from ficco.simulate import predict
 from ficco.tools import cli
 
@@ -432,6 +432,15 @@ def test_one_function_says_how_a_machine_sees_so_many_ranks(
         assert "--world: required 4 ranks, got 8" in capsys.readouterr().err
     assert cli.run(["plan", "growing", *world]) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("sizes", [(64, 40, 24), (1000, 896, 1024), (16384, 8, 5120)])
+@pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_two_ranks_compare_each_plan_once(operator: str, sizes: tuple[int, int, int]) -> None:
+    """What is equal for a large problem is equal for others, and what differs differs."""
+    problem = problem_of_sizes(operator, *sizes, "bfloat16", 2)
+    compared = candidates(problem, None, ALL_OFFERS)
+    assert len(compared) > 5 and set(same_plans(problem, compared).values()) == set(compared)
 
 
 def test_a_narrow_table_leaves_out_columns_and_no_names(
