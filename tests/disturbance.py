@@ -22,7 +22,7 @@ from ficco.dma.cpu import SLICE_S, CpuEngine, Stopped
 from ficco.errors import SignalTimeout
 
 VERBS = (
-    *("wait", "post", "join", "copy", "place", "network", "collective"),
+    *("wait", "post", "join", "copy", "place", "cross", "collective"),
     *("matmul", "attend", "apply", "reduce"),
 )
 

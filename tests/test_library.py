@@ -39,7 +39,7 @@ from ficco.ops import library
 from ficco.ops.gradients import by_columns
 from ficco.ops.library import OPS
 from ficco.options import current, current_text
-from ficco.runtime import ranges
+from ficco.runtime import program as ranges
 from ficco.schedules import Schedule
 
 

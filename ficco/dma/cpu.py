@@ -606,7 +606,7 @@ class CpuEngine(Engine):
             return merge_op(program, step, transfer, merge)
         return place_op(program, transfer)
 
-    def network(self, program: Program, step: int) -> Op:
+    def cross(self, program: Program, step: int) -> Op:
         assert self._network is not None
         return self._network.send(program, step)
 

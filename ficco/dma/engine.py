@@ -301,7 +301,7 @@ class Engine(ABC):
 
         return op
 
-    def network(self, program: Program, step: int) -> Op:
+    def cross(self, program: Program, step: int) -> Op:
         """Send and receive the data that a step moves between hosts."""
         raise NotImplementedError(f"the {self.name} engine does not serve several hosts")
 

@@ -601,7 +601,7 @@ class GpuEngine(WatchedEngine):
     def collective(self, program: Program, step: int) -> Op:
         return self._on_lane(program, step, super().collective(program, step))
 
-    def network(self, program: Program, step: int) -> Op:
+    def cross(self, program: Program, step: int) -> Op:
         assert self._network is not None
         program.state["network"] = True
         return self._network.op(program, step)

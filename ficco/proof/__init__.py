@@ -45,8 +45,7 @@ from ficco.plan.model import Plan, paused
 from ficco.proof.accesses import Footprint
 from ficco.proof.columns import PlanError
 from ficco.proof.memory import call_claims, memory_claims
-from ficco.proof.order import order_steps, settle
-from ficco.proof.signals import SignalColumns
+from ficco.proof.order import SignalColumns, order_steps, settle
 from ficco.proof.steps import Steps
 
 __all__ = ["PlanError", "check"]

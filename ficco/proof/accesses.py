@@ -25,7 +25,7 @@ from ficco.proof.columns import (
     repeated,
     unzipped,
 )
-from ficco.proof.signals import SignalColumns
+from ficco.proof.order import SignalColumns
 from ficco.proof.steps import Steps
 
 #: Larger than the number of any row.

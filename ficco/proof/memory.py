@@ -12,8 +12,7 @@ import numpy as np
 
 from ficco.proof.accesses import Footprint
 from ficco.proof.columns import Accesses, Bools, Claim, Ints, PlanError, cut, demand, repeated
-from ficco.proof.order import Order
-from ficco.proof.signals import SignalColumns
+from ficco.proof.order import Order, SignalColumns
 from ficco.proof.steps import Steps
 
 

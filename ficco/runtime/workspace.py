@@ -46,7 +46,8 @@ from ficco.heuristics import Decision
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, current
 from ficco.plan import Plan
-from ficco.runtime import counters, ranges
+from ficco.runtime import counters
+from ficco.runtime import program as ranges
 from ficco.runtime.board import REFUSED, Board, published
 from ficco.runtime.program import compile
 from ficco.runtime.watchdog import Watchdog

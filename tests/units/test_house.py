@@ -33,11 +33,11 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "passes": (1960, 1165),
     "plan": (1110, 540),
     "problems": (2430, 1095),
-    "proof": (1800, 1245),
-    "runtime": (1995, 1130),
+    "proof": (1790, 1240),
+    "runtime": (1990, 1130),
     "schedules": (4840, 2845),
     "simulate": (1260, 820),
-    "tools": (14495, 7735),
+    "tools": (14480, 7725),
     "__init__.py": (195, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
@@ -48,12 +48,12 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "tile.py": (95, 20),
     "version.py": (25, 15),
     # Of the package.
-    "files": 168,
+    "files": 165,
     "loose files": 9,
     "lines of the longest file": 899,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
-    "files that name hosts": 35,
+    "files that name hosts": 34,
     "files that name attention": 24,
     "files that name experts": 11,
     "files that name tiled": 18,
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 43_980
+LINES_OF_TESTS = 43_955
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.

@@ -56,8 +56,7 @@ from ficco.plan import Buffer, LibraryMove, Plan, Product, Reduction, Region, St
 from ficco.plan.model import MANY, aligned, paused
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
-from ficco.proof.order import order_steps
-from ficco.proof.signals import SignalColumns
+from ficco.proof.order import SignalColumns, order_steps
 from ficco.proof.steps import Steps
 from ficco.schedules import NAMED, Schedule, plans, refusal
 

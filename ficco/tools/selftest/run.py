@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from torch.distributed import ProcessGroup
 import ficco
 from ficco.dma import WAYS as ENGINE_WAYS
 from ficco.dma import engine_name, variable
+from ficco.dma.engine import fingerprint
 from ficco.errors import BackendError, PeerFailed, RankMismatch, SignalTimeout
 from ficco.machine import Fingerprint, Machine, known, loads
 from ficco.options import current
@@ -34,7 +36,7 @@ from ficco.tools import doctor, probe
 from ficco.tools.bench.cases import OPERATOR as GATHER
 from ficco.tools.bench.cases import SETS
 from ficco.tools.launch import RankFailed, check_ranks, launch, local_device, under_torchrun
-from ficco.tools.selftest import checks, kernels, times
+from ficco.tools.selftest import checks, kernels
 from ficco.tools.selftest.checks import (
     CheckFailed,
     NotOffered,
@@ -42,7 +44,12 @@ from ficco.tools.selftest.checks import (
     PeerLeft,
     Rank,
     SelftestSettings,
+    all_at_once,
+    call_times,
+    operands_of,
+    proven,
 )
+from ficco.tools.tune.effort import TuneSettings
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,46 @@ class Check:
 
 
 COLLECTIVE = "schedule='serial:collective', or PyTorch's own collectives"
+
+
+def _shape(at: Rank, group: ProcessGroup, name: str) -> Passed:
+    """Time a shape by the library's collective and product, and by ficco's schedules."""
+    case = next(one for one in SETS[at.settings.shapes]() if one.name == name)
+    problem, lanes = case.problem(at.world), all_at_once(at)
+    schedules = ["serial:collective", "serial", lanes, "auto"]
+    proven(at, group, schedules, (operands_of(at, problem), 1))
+    sizes = problem.rows[at.rank], problem.n, problem.k
+    dtype = getattr(torch, problem.dtype)
+    series = call_times(at, group, schedules, sizes, dtype, seconds=at.settings.shape_seconds)
+    ms = {schedule: 1e3 * statistics.median(times) for schedule, times in series.items()}
+    at.note(ms=ms)
+    seen = ", ".join(f"{schedule} {one:.3f}" for schedule, one in ms.items())
+    gain = ms["serial:collective"] / ms["auto"]
+    return Passed(f"exact; ms: {seen}; auto is {gain:.2f} times as fast as the collective")
+
+
+def _figures(at: Rank, group: ProcessGroup) -> Passed:
+    """Measure a machine's file by the steps of ``ficco tune --quick``."""
+    if at.world == 1:
+        raise NotOffered("one rank has no peer")
+    try:
+        from ficco.tools.tune.run import default_name, tune
+    except ImportError as error:
+        raise NotOffered(f"{error}; pip install 'ficco[bench]'") from None
+    everyone, device = dist.group.WORLD, at.device.type
+    settings = TuneSettings(
+        path=Path(at.folder, f"{default_name(fingerprint(device, at.world))}.yaml"),
+        device=device,
+        quick=True,
+        only=at.settings.figures,
+        command="ficco doctor --selftest",
+    )
+    outcome = tune(settings)
+    at.settle()  # no rank uses the memory of a peer any more
+    ficco.close(everyone)
+    at.conclude(filter(None, (outcome.error, *map(": ".join, outcome.failures.items()))))
+    return Passed(f"{len(outcome.done)} steps of ficco tune --quick: {', '.join(outcome.done)}")
+
 
 CHECKS = (
     Check("device and engine", checks.device, COLLECTIVE),
@@ -156,7 +203,7 @@ CHECKS = (
     ),
     Check(
         "figures of the machine",
-        times.figures,
+        _figures,
         "the figures of a machine file that is here already, if any; run ficco tune",
         exclusive=True,
         limits=6,
@@ -214,7 +261,7 @@ def timed(settings: SelftestSettings) -> tuple[Check, ...]:
     return tuple(
         Check(
             f"time of {case.name}",
-            partial(times.shape, name=case.name),
+            partial(_shape, name=case.name),
             "nothing: ficco bench times it by more schedules",
             limits=2,
         )
