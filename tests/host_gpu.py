@@ -21,6 +21,7 @@ from ficco.compute.program import Call, Op, Program
 from ficco.compute.tiled.products import TiledProducts
 from ficco.dma import ENGINES
 from ficco.dma.driver import PLAIN, URGENT, Stream
+from ficco.dma.engine import Engine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.memories import GATE
 from ficco.errors import BackendError
@@ -200,6 +201,7 @@ class HostEngine(GpuEngine):
     """The GPU engine on such a driver."""
 
     _sums_by_kernel = False
+    allocate = Engine.allocate  # the device's memory is the host's
     keeps_made = False  # nothing is there before its stream has come to it
 
     @property

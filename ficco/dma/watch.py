@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -124,7 +124,7 @@ class Flights:
         self._make = make
         # The watchdog takes it, too. Reentrant, for signal handlers in the thread that holds it.
         self._lock = threading.RLock()
-        self._flying: dict[int, deque[Flight]] = {}  # by stream, the oldest first
+        self._flying = defaultdict[int, deque[Flight]](deque)  # by stream, the oldest first
         self._landed: list[Flight] = []  # complete flights, whose events are reused
         self._serials = count(1)
         self._seen = 0  # serial of the call that was running at the last look
@@ -135,7 +135,7 @@ class Flights:
             flight = self._landed.pop() if self._landed else Flight(self._make(), self._make())
             flight.number, flight.serial, flight.whole = number, next(self._serials), False
             flight.before.record(stream)
-            self._flying.setdefault(key, deque()).append(flight)
+            self._flying[key].append(flight)
         return flight
 
     def drop(self, flight: Flight) -> None:

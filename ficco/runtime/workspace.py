@@ -115,9 +115,10 @@ class CachedCall:
         return dtype
 
     @cached_property
-    def fresh(self) -> list[tuple[str, tuple[int, int], torch.dtype]]:
-        """The same for each buffer that a call allocates, in the order of :meth:`allocated`."""
-        return [("out", self.out, self.dtype), *self.allocated]
+    def fresh(self) -> list[tuple[str, tuple[int, int], tuple[int, int], torch.dtype]]:
+        """Name, shape, strides and dtype of each buffer that a repeated call allocates."""
+        buffers = [("out", self.out, self.dtype), *self.allocated]
+        return [(name, shape, (shape[1], 1), dtype) for name, shape, dtype in buffers]
 
     @cached_property
     def left(self) -> str:
@@ -791,8 +792,8 @@ def repeat(
     try:
         workspace.begin(operator, options)
         tensors = {cached.left: a, "b": b}
-        for name, shape, dtype in cached.fresh:
-            tensors[name] = a.new_empty(shape, dtype=dtype)
+        for name, *layout in cached.fresh:
+            tensors[name] = workspace.engine.allocate(*layout)
         _announce(workspace, cached, operator, purpose)
         turn = workspace.calls % SLOTS
         program = cached.eager.get(turn)
