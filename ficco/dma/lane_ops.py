@@ -467,7 +467,8 @@ class Replays:
             for run in runs if allowed else ():
                 if key in run.recorded or not self.possible:
                     continue
-                if recording := self._record(run, call, raw):
+                # Each recording has parts of attention of its own.
+                if recording := self._record(run, replace(call, parts={}), raw):
                     self._evict()
                     self._recorded.append((weakref.ref(run), key))
                     run.recorded[key] = recording
@@ -490,8 +491,8 @@ class Replays:
                 run.seen.discard(key)
 
     def _record(self, run: Run, call: Call, raw: int) -> Recording | None:
-        """Record the body of a call. If that fails, returns None and disables recordings."""
-        lanes = call.state
+        """Record the body of a call, whose lanes change. If that fails, returns None and disables
+        recordings."""
         collecting = gc.isenabled()
         gc.disable()  # it may free objects that must not be freed during a capture
         try:
@@ -509,6 +510,5 @@ class Replays:
             self.possible = False
             return None
         finally:
-            call.state = lanes
             if collecting:
                 gc.enable()

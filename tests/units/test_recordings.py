@@ -17,10 +17,12 @@ class Recorded(Replays):
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__(SimpleNamespace(records=True))  # type: ignore[arg-type]
-        self.fails, self.attempts = fails, 0
+        self.fails, self.attempts, self.parts = fails, 0, list[list[int]]()
 
     def _record(self, run: Run, call: Call, raw: int) -> Any:
         self.attempts, self.possible = self.attempts + 1, not self.fails
+        self.parts.append([*call.parts])
+        call.parts[self.attempts] = []  # as a step of attention does
         return None if self.fails else run.tail_lane
 
 
@@ -43,6 +45,7 @@ def test_the_second_use_of_operands_records_the_calls_of_all_slots() -> None:
         assert replays.find(first, call, 1) == "first"
         assert replays.find(second, call, 1) == "second"
     assert replays.attempts == len(replays) == 2
+    assert replays.parts == [[], []] and not call.parts  # a recording merges none of another slot
     assert replays.find(first, other, 1) is None  # other addresses
     assert replays.find(first, call, 2) is None  # another stream
 
