@@ -255,7 +255,12 @@ def clang() -> Compiler:
 
 
 def _run_time_compiler(
-    name: str, binding: str, options: Sequence[str], code: str, by_reference: bool
+    name: str,
+    binding: str,
+    options: Sequence[str],
+    code: str,
+    by_reference: bool,
+    since: tuple[int, str] | None = None,
 ) -> Compiler:
     """A vendor's compiler.
 
@@ -265,6 +270,7 @@ def _run_time_compiler(
         options: of a compilation, with ``{}`` for the architecture.
         code: what its functions call a binary.
         by_reference: whether a program is destroyed through a reference to its handle.
+        since: a major version, and an option that it and later ones have.
     """
     try:
         # Some series of a binding make the module an attribute of its package alone.
@@ -278,6 +284,9 @@ def _run_time_compiler(
         raise CompilerNotFound(f"{name}: {line}") from error
     if int(status):
         raise CompilerNotFound(f"{name}: {status}")
+
+    if since is not None and major >= since[0]:
+        options = (*options, since[1])
 
     def call(function: str, *arguments: Any) -> Any:
         return getattr(api, name + function)(*arguments)
@@ -313,7 +322,11 @@ def _run_time_compiler(
 def nvrtc() -> Compiler:
     """CUDA's run-time compiler; PyTorch's wheels for CUDA include it."""
     options = ("--gpu-architecture={}", "--std=c++17")
-    return _run_time_compiler("nvrtc", "cuda.bindings.nvrtc", options, "CUBIN", by_reference=False)
+    # On all cores: 2.9 s in place of 6.5 (16 cores of an Intel Xeon, CUDA 13.0).
+    parallel = (13, "--split-compile=0")
+    return _run_time_compiler(
+        "nvrtc", "cuda.bindings.nvrtc", options, "CUBIN", by_reference=False, since=parallel
+    )
 
 
 @lru_cache

@@ -1,20 +1,28 @@
 """A plug-in for vLLM: the product and the all-reduce of ``RowParallelLinear`` are one operator.
 
 vLLM loads every plug-in that is installed, in each of its processes. This one does nothing unless
-the variable ``FICCO_VLLM`` is ``1``.
+the variable ``FICCO_VLLM`` is ``1``. Batches of fewer rows than ``auto`` hides communication for
+keep vLLM's all-reduce.
 """
 
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 import torch
 import torch.fx
+from torch.nn.functional import linear
 
 from ficco.integrations import client
 from ficco.passes import replace
 from ficco.passes.graph import arguments
+
+#: The variable that sets the fewest rows of an operator, in place of ``auto``'s figures.
+ROWS = "FICCO_VLLM_ROWS"
+#: The largest batch for which ``auto`` is asked.
+MOST_ROWS = 8192
 
 
 def register() -> None:
@@ -29,18 +37,68 @@ def register() -> None:
         RowParallelLinear.register_oot(name=RowParallelLinear.__name__)(_row_parallel_linear())
 
 
+@cache
+def fewest_rows(world: int, n: int, k: int, dtype: torch.dtype) -> int:
+    """The fewest rows of a captured product and all-reduce, a power of two, from which ``auto``
+    hides communication on this machine; 0 if it hides none up to ``MOST_ROWS``. The variable
+    ``FICCO_VLLM_ROWS`` sets another number.
+
+    Args:
+        n, k: columns and rows of each rank's weight.
+
+    Raises:
+        ValueError: the variable is not a whole number of at least 1.
+    """
+    if (text := os.environ.get(ROWS)) is not None:
+        if not text.isdecimal() or not int(text):
+            raise ValueError(f"{ROWS}: required a whole number of at least 1, got {text!r}")
+        return int(text)
+    from ficco.api import explain
+    from ficco.heuristics.candidates import is_serial
+
+    fewest, rows, sizes = 0, MOST_ROWS, {"n": n, "k": k}
+    while rows:
+        decision = explain(
+            "matmul_all_reduce", world=world, dtype=dtype, captured=True, m=rows, **sizes
+        )
+        if is_serial(decision.schedule) or decision.schedule.sums_in_place:
+            break
+        fewest, rows = rows, rows // 2
+    return fewest
+
+
+def _reduced_linear(x: torch.Tensor, weight: torch.Tensor, group: str, fewest: int) -> torch.Tensor:
+    """The sum over ranks of ``x @ weight.t()``: by vLLM for fewer than ``fewest`` rows, which a
+    compiled program knows only when it runs. ``group``: vLLM's name of the group."""
+    from vllm.distributed import parallel_state
+
+    from ficco.ops.operators import matmul_all_reduce
+
+    coordinator = parallel_state._groups[group]()
+    if len(x) < fewest:
+        summed: torch.Tensor = coordinator._all_reduce_out_place(linear(x, weight))
+        return summed
+    return matmul_all_reduce(x, weight.t(), group=coordinator.device_group)
+
+
 def _row_parallel_linear() -> Any:
     with client("vllm", "0.32"):
         from vllm.distributed import get_tp_group
         from vllm.logger import init_logger
         from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
 
-    from ficco.ops.operators import matmul_all_reduce
     from ficco.runtime.counters import stays
+
+    reduced_linear = torch.library.custom_op(
+        "ficco::vllm_reduced_linear", _reduced_linear, mutates_args=()
+    )
+    reduced_linear.register_fake(
+        lambda x, weight, group, fewest: x.new_empty(len(x), weight.shape[0])
+    )
 
     class FiccoReducedLinear(RowParallelLinear):
         """vLLM's layer where it is quantized, adds its bias, does not reduce or splits its input;
-        otherwise one ``matmul_all_reduce``."""
+        otherwise one ``matmul_all_reduce`` for enough rows."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -51,21 +109,29 @@ def _row_parallel_linear() -> Any:
                 and type(self.quant_method) is UnquantizedLinearMethod
                 and (self.bias is None or self.skip_bias_add)
             )
-            self.ficco_group = get_tp_group().device_group if serves else None
-            if serves:
-                # On CPUs the weight would be packed for vLLM's own product.
-                self._cpu_skip_gemm_dispatch = True
-                logger.info_once("ficco: products and all-reduces of RowParallelLinear are one")
+            self.ficco_rows = 0
+            if not serves:
+                self.ficco_leaves = "vLLM's layer is quantized, adds its bias or splits its input"
+                return
+            n, k = self.output_size_per_partition, self.input_size_per_partition
+            rows = self.ficco_rows = fewest_rows(self.tp_size, n, k, self.params_dtype)
+            layer = f"ficco: RowParallelLinear of {k} features a rank to {n}"
+            if not rows:
+                self.ficco_leaves = f"auto hides nothing of it up to {MOST_ROWS} rows"
+                logger.info_once(f"{layer} keeps vLLM's all-reduce: {self.ficco_leaves}")
+                return
+            # On CPUs the weight would be packed for vLLM's own product.
+            self._cpu_skip_gemm_dispatch = True
+            logger.info_once(f"{layer}: one matmul_all_reduce from {rows} rows, vLLM's below")
 
         def forward(self, input_: torch.Tensor) -> Any:
-            if self.ficco_group is None:
+            if not self.ficco_rows:
                 if self.tp_size > 1 and self.reduce_results:
-                    reason = "vLLM's layer is quantized, adds its bias or splits its input"
                     name = get_tp_group().device_group.group_name
-                    stays(name, "all-reduce", reason, "see docs/clients/vllm.md")
+                    stays(name, "all-reduce", self.ficco_leaves, "see docs/clients/vllm.md")
                 return super().forward(input_)
-            rows = input_.reshape(-1, input_.shape[-1])
-            y = matmul_all_reduce(rows, self.weight.t(), group=self.ficco_group)
+            x, group = input_.reshape(-1, input_.shape[-1]), get_tp_group().unique_name
+            y = reduced_linear(x, self.weight, group, self.ficco_rows)
             y = y.view(*input_.shape[:-1], y.shape[-1])
             if not self.return_bias:
                 return y

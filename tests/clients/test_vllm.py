@@ -49,10 +49,11 @@ def served(model: Path, how: str, **env: str) -> dict[str, Any]:
 def test_tokens_are_stocks(tmp_path: Path) -> None:
     stock = served(tmp_path / "model", "eager")
     assert stock["calls"] == [{}, {}]  # a plug-in that nobody asked for does nothing
-    ficco = served(tmp_path / "model", "compiled", FICCO_VLLM="1")
-    assert ficco["tokens"] == stock["tokens"]
-    # Two layers with two such products each: in a prefill and eleven decoding steps.
-    assert ficco["calls"] == [{"matmul_all_reduce": 48}] * 2
+    # Two layers with two such products each, in a prefill of 51 rows and eleven steps of three.
+    for rows, calls in (("1", 48), ("16", 4)):
+        ficco = served(tmp_path / "model", "compiled", FICCO_VLLM="1", FICCO_VLLM_ROWS=rows)
+        assert ficco["tokens"] == stock["tokens"]
+        assert ficco["calls"] == [{"matmul_all_reduce": calls}] * 2
 
 
 def _passed(at: Rank) -> list[str]:

@@ -25,6 +25,7 @@ from ficco import errors
 from ficco.heuristics import decide, families, problem_of_sizes, where
 from ficco.heuristics.candidates import ALL_OFFERS, SERIALS, candidates, is_serial
 from ficco.heuristics.decide import described
+from ficco.integrations.vllm import fewest_rows
 from ficco.machine import (
     Collective,
     Fingerprint,
@@ -681,3 +682,28 @@ def test_unequal_rows_become_as_many_equal_ones(operator: str) -> None:
         asked = Problem(operator, (5, 0, 2), 8, 16, "float16", symmetric=True)
         even = Problem(operator, (3, 3, 3), 8, 16, "float16", symmetric=True)
     assert asked.evened == even and even.evened is even
+
+
+@pytest.mark.parametrize(
+    "machine, n, k, fewest",
+    [("h200-2", 8192, 4096, 2048), ("h200-4", 4096, 2048, 8192), ("mi300x-8", 4096, 2048, 0)],
+)
+def test_vllm_keeps_batches_of_which_nothing_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, machine: str, n: int, k: int, fewest: int
+) -> None:
+    monkeypatch.setenv("FICCO_MACHINE", machine)
+    sizes, rows_of = (int(machine[-1]), n, k, torch.bfloat16), fewest_rows.__wrapped__
+    assert rows_of(*sizes) == fewest
+    for rows in filter(None, (fewest, fewest // 2)):
+        facts = {"world": sizes[0], "m": rows, "n": n, "k": k, "captured": True}
+        schedule = ficco.explain("matmul_all_reduce", **facts).schedule
+        exposed = schedule.mover == "collective" or schedule.grouping == "one-shot"
+        assert exposed == (rows < fewest)
+    monkeypatch.setenv("FICCO_VLLM_ROWS", "48")
+    assert rows_of(*sizes) == 48
+    for text in ("0", "-1", "many", ""):
+        monkeypatch.setenv("FICCO_VLLM_ROWS", text)
+        with pytest.raises(
+            ValueError, match="FICCO_VLLM_ROWS: required a whole number"
+        ):
+            rows_of(*sizes)
