@@ -61,11 +61,11 @@ def integers(*shape: int, seed: int, most: int = 2) -> torch.Tensor:
     return torch.randint(-most, most + 1, shape, generator=generator).float()
 
 
-def linear(inputs: int, outputs: int, seed: int, bias: bool = True) -> nn.Linear:
+def linear(inputs: int, outputs: int, seed: int, bias: bool = True, most: int = 2) -> nn.Linear:
     made = nn.Linear(inputs, outputs, bias)
     with torch.no_grad():
         for i, param in enumerate(made.parameters()):
-            param.copy_(integers(*param.shape, seed=100 * seed + i))
+            param.copy_(integers(*param.shape, seed=100 * seed + i, most=most))
     return made
 
 
@@ -102,14 +102,6 @@ def same(found: torch.Tensor | None, want: torch.Tensor, about: str) -> None:
     assert torch.equal(found, want), f"{about}: {int((found != want).sum())} wrong elements"
 
 
-def part_like(whole: torch.Tensor, mine: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """A rank's part of a tensor, cut in the dimension in which another tensor is shorter."""
-    for dim, (size, own) in enumerate(zip(whole.shape, mine.shape, strict=True)):
-        if size != own:
-            return whole.chunk(world, dim)[rank]
-    return whole
-
-
 def same_gradients(
     model: nn.Module, whole: nn.Module, about: str, rank: int, world: int, times: float = 1
 ) -> None:
@@ -120,7 +112,9 @@ def same_gradients(
             continue
         assert param.grad is not None, f"{about}: {name} has no gradient"
         found = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-        wanted = part_like(times * full.grad, found, rank, world)
+        wanted, sizes = times * full.grad, zip(full.shape, found.shape, strict=True)
+        for dim in [dim for dim, (size, own) in enumerate(sizes) if size != own]:  # at most one
+            wanted = wanted.chunk(world, dim)[rank]
         same(found, wanted, f"{about}: gradient of {name}")
 
 
@@ -147,6 +141,12 @@ def as_unsharded(
     same_gradients(model, whole, about, at.rank, at.world)
 
 
+def same_states(found: dict[str, Any], want: dict[str, Any], about: str) -> None:
+    assert list(found) == list(want), about
+    for name, value in want.items():
+        same(found[name], value, f"{name}, {about}")
+
+
 def refuses(*wrong: tuple[str, Callable[[], Any]], kind: str = "ValueError") -> None:
     for words, call in wrong:
         failure = caught(call)
@@ -163,7 +163,7 @@ def _column_and_row(at: Rank) -> int:
     uneven = {2: [3, 5], 4: [3, 0, 4, 1]}[at.world]
     shapes = ((), 0), ((3,), 0), ((3,), 1), ((2, 3), 2), ((1,), -2)
     places = itertools.cycle(((None, True), (group, False), (mesh, True)))
-    kinds = list(itertools.product(shapes, (None, uneven)))
+    kinds = itertools.product(shapes, (None, uneven))
     for ((shape, dim), rows), (place, bias) in zip(kinds, places, strict=False):
         whole = pair(bias).to(at.device)
         model = over_ranks(whole, group=place, sequence_dim=dim)
@@ -172,22 +172,17 @@ def _column_and_row(at: Rank) -> int:
         x, grad = (integers(*sizes, HIDDEN, seed=seed).to(at.device) for seed in (3, 4))
         cut = partial(part, at=at, dim=dim % x.dim(), rows=rows)
         about = f"{place}, bias={bias}, batch {shape}, dim {dim}, rows={rows}"
-
-        def called(x: torch.Tensor, model: Any = model, rows: Any = rows) -> torch.Tensor:
-            return model[1](model[0](x, rows), rows)
-
+        called = partial(lambda model, rows, x: model[1](model[0](x, rows), rows), model, rows)
         as_unsharded(at, model, whole, x, grad, cut, about, called)
         assert all(isinstance(p, DTensor) == (place is mesh) for p in model.parameters())
-    return len(kinds)
 
 
-def test_column_and_row_are_exact() -> None:
-    assert run(4, _column_and_row) == [10] * 4
+WORLDS = [(4, "cpu"), pytest.param(2, "cuda", marks=pytest.mark.multigpu)]
 
 
-@pytest.mark.multigpu
-def test_column_and_row_are_exact_on_gpus() -> None:
-    assert run(2, _column_and_row, device="cuda") == [10] * 2
+@pytest.mark.parametrize(("world", "device"), WORLDS)
+def test_column_and_row_are_exact(world: int, device: str) -> None:
+    run(world, _column_and_row, device=device)
 
 
 def _kinds(at: Rank) -> None:
@@ -214,12 +209,10 @@ def _kinds(at: Rank) -> None:
 def _initialisation(at: Rank) -> None:
     """Parameters are parts of the unsharded layer's, drawn alike, and do not keep the whole. Those
     of a converted layer are its own, also on one rank, whose part is the whole."""
-    for kind, group in itertools.product(
-        (ColumnParallelLinear, RowParallelLinear), (None, mesh_of(at))
-    ):
+    kinds = ColumnParallelLinear, RowParallelLinear
+    for kind, group in itertools.product(kinds, (None, mesh_of(at))):
         torch.manual_seed(7)
-        want = nn.Linear(HIDDEN, WIDE)
-        after = torch.rand(1)
+        want, after = nn.Linear(HIDDEN, WIDE), torch.rand(1)
         torch.manual_seed(7)
         made = kind(HIDDEN, WIDE, group=group)
         assert torch.rand(1) == after
@@ -235,16 +228,11 @@ def _initialisation(at: Rank) -> None:
                 same(mine, full if cut is None else part(full, at, cut), f"{layer}")
                 assert layer is late or mine.untyped_storage().nbytes() == mine.nbytes
     alone = init_device_mesh("cpu", (at.world, 1), mesh_dim_names=("dp", "tp"))["tp"]
-    for kind, group in itertools.product(
-        (ColumnParallelLinear, RowParallelLinear), (alone, alone.get_group())
-    ):
+    for kind, group in itertools.product(kinds, (alone, alone.get_group())):
         source = linear(HIDDEN, WIDE, 1)
         for param in kind.from_linear(source, group=group).parameters():
             plain(param.detach()).fill_(7.0)
-        for param, want in zip(
-            source.parameters(), linear(HIDDEN, WIDE, 1).parameters(), strict=True
-        ):
-            same(param, want, "a parameter of the source")
+        assert all(map(torch.equal, source.parameters(), linear(HIDDEN, WIDE, 1).parameters()))
 
 
 def _state_dicts(at: Rank) -> None:
@@ -253,13 +241,6 @@ def _state_dicts(at: Rank) -> None:
 
     whole = nn.Sequential(linear(HIDDEN, WIDE, 1), nn.LayerNorm(WIDE), linear(WIDE, HIDDEN, 2))
     state = whole.state_dict()
-
-    def holds(model: nn.Module, about: str) -> None:
-        found = full_state_dict(model)
-        assert list(found) == list(state)
-        for name in state:
-            same(found[name], state[name], f"{name}, {about}")
-
     for group, assign in itertools.product((None, mesh_of(at)), (False, True)):
         model = nn.Sequential(
             ColumnParallelLinear(HIDDEN, WIDE, group=group),
@@ -272,24 +253,23 @@ def _state_dicts(at: Rank) -> None:
         for name, dim in (("0.weight", 0), ("0.bias", 0), ("2.weight", 1)):
             same(plain(model.get_parameter(name)), part(state[name], at, dim), name)
         same(plain(model[2].bias), state["2.bias"], "row bias")
-        holds(model, "loaded")
+        same_states(full_state_dict(model), state, "loaded")
         own = {name: value.clone() for name, value in model.state_dict().items()}
-        with torch.no_grad():
-            for param in model.parameters():
-                param.zero_()
+        for param in model.parameters():
+            param.data.zero_()
         model.load_state_dict(own)
-        holds(model, "after a round trip of parts")
-        holds(nn.Sequential(*map(checkpoint_wrapper, model)), "wrapped")
+        same_states(full_state_dict(model), state, "after a round trip of parts")
+        wrapped = nn.Sequential(*map(checkpoint_wrapper, model))
+        same_states(full_state_dict(wrapped), state, "wrapped")
     same(full_state_dict(model[2])["weight"], state["2.weight"], "a layer by itself")
     wrong = {**state, "0.weight": torch.zeros(WIDE + 4, HIDDEN)}
     refuses(("0.weight", lambda: model.load_state_dict(wrong)), kind="RuntimeError")
-    layer = ColumnParallelLinear(8, 8)
-    refuses(
-        ("full_state_dict", lambda: torch.save(layer, io.BytesIO())), kind="NotImplementedError"
-    )
-    text = caught(lambda: layer.load_state_dict(nn.Linear(8, 3).state_dict())).text
-    assert "weight: required shape [8, 8], the unsharded layer's, or [4, 8]" in text
-    assert "bias: required shape [8]" in text and "got [3]" in text
+    layer, other = ColumnParallelLinear(8, 8), nn.Linear(8, 3).state_dict()
+    pickled = "full_state_dict", lambda: torch.save(layer, io.BytesIO())
+    refuses(pickled, kind="NotImplementedError")
+    shapes = "weight: required shape [8, 8], the unsharded layer's, or [4, 8]"
+    for words in (shapes, "bias: required shape [8]", "got [3]"):
+        refuses((words, lambda: layer.load_state_dict(other)), kind="RuntimeError")
 
 
 def _more_than_weights(at: Rank) -> None:
@@ -300,10 +280,7 @@ def _more_than_weights(at: Rank) -> None:
     for name, value in added.items():
         layer.register_parameter(name, nn.Parameter(value.clone()))
     layer.load_state_dict(layer.state_dict())
-    found = full_state_dict(layer)
-    assert found.keys() == {*whole.state_dict(), *added}
-    for name, value in {**whole.state_dict(), **added}.items():
-        same(found[name], value, f"{name} beside what was added")
+    same_states(full_state_dict(layer), whole.state_dict() | added, "beside what was added")
     pruned = prune.random_unstructured(ColumnParallelLinear.from_linear(whole), "bias", 0.5)
     normed = parametrizations.weight_norm(ColumnParallelLinear.from_linear(whole))
     refuses(
@@ -319,20 +296,17 @@ def _unequal(at: Rank) -> None:
     changed places."""
     names = ["0.weight", "2.bias", "4.o_proj.weight", "5.weight"]
     kinds = (None, torch.float32), (mesh_of(at), torch.bfloat16), (None, torch.float64)
-    for (group, dtype), name in itertools.product(kinds, ("", *names)):
+    for group, dtype in kinds:
         model = block(group)[1].to(dtype)
         model[0] = replicated(model[0], group)
         model.append(UlyssesAttention(8, 4))
         model.append(replicated(nn.Linear(3, 2, bias=False).to(torch.complex64), group))
         model[-1].requires_grad_(False)
-        with torch.no_grad():
-            for each in (*model[-2].parameters(), *model[-1].parameters()):
-                plain(each).fill_(1)
-        if not name:
-            full_state_dict(model)
-            continue
-        param = plain(model.get_parameter(name).detach())
-        for swapped in (False, True) if name in names[:2] else (False,):
+        for each in (*model[-2].parameters(), *model[-1].parameters()):
+            plain(each).data.fill_(1)
+        full_state_dict(model)
+        for name, swapped in (*((name, False) for name in names), *((n, True) for n in names[:2])):
+            param = plain(model.get_parameter(name).detach())
             before = param.clone()
             if at.rank == 1 and swapped:
                 param.copy_(param.flip(0))
@@ -440,14 +414,13 @@ def _one_gather(at: Rank) -> None:
     grads = [integers(3, SEQUENCE, 4 * n, seed=n) for n in (1, 2, 3)]
     torch.autograd.backward([whole(x) for whole in wholes], grads)
     shards = [part(grad, at, 2) for grad in grads]
-    for recomputed, saves in ((False, False), (False, True), (True, False)):
-        about = f"rank {at.rank}, {recomputed=}, save_gathered={saves}"
+    again = partial(checkpoint, gather_once, use_reentrant=False)
+    for gathers, saves in ((gather_once, False), (gather_once, True), (again, False)):
+        about = f"rank {at.rank}, {gathers}, save_gathered={saves}"
         mine = part(x.detach(), at, 1, rows).requires_grad_()
         layers.zero_grad()
-        gathers = partial(checkpoint, gather_once) if recomputed else gather_once
-        how = {"use_reentrant": False} if recomputed else {}
         with counted() as counts, options(save_gathered=saves):
-            outs = gathers(mine, *layers, rows=rows, **how)
+            outs = gathers(mine, *layers, rows=rows)
         assert counts == {"all_gather_matmul": 1}
         for out, whole in zip(outs, wholes, strict=True):
             same(out, part(whole(x), at, 2), f"{about}: one of the outputs")
@@ -459,8 +432,7 @@ def _one_gather(at: Rank) -> None:
     whole = integers(at.world, 2, HIDDEN, seed=3)
     under_way = all_gather_tensor(part(whole, at, 0), 0, dist.group.WORLD)
     assert isinstance(under_way, AsyncCollectiveTensor)
-    for out, want in zip(gather_once(under_way, *layers), gather_once(whole, *layers), strict=True):
-        same(out, want, "of a tensor that is under way")
+    assert all(map(torch.equal, gather_once(under_way, *layers), gather_once(whole, *layers)))
     # What nothing needs may be changed in place.
     layers.zero_grad()
     outs = gather_once(mine.detach(), *layers, rows=np.array(rows))

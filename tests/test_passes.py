@@ -129,24 +129,12 @@ def _sum_into(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, g: Any) -> torc
     return torch.ops.aten.copy(y := x @ w + x @ v, reduce(y, g)) + 1
 
 
-def _biased(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, g: Any) -> torch.Tensor:
-    return nn.functional.linear(gather(x, 0, g), w, b)
-
-
 def _three_products(x: Any, q: Any, k: Any, v: Any, g: Any) -> tuple[torch.Tensor, ...]:
     return (a := gather(x, 1, g)) @ q, a @ k, a @ v
 
 
-def _converted(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return gather(x, 1, g).bfloat16() @ w.bfloat16()
-
-
 def _turned(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
     return reduce((x @ w).transpose(0, 1).contiguous(), g).view(-1, 5) * 2
-
-
-def _summed(x: Any, w: Any, y: Any, v: Any, z: Any, u: Any, g: Any) -> torch.Tensor:
-    return scatter(x @ w + y @ v.t() + (z @ u).view(3, 4, 5), 1, g)
 
 
 def _gathered(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
@@ -169,17 +157,14 @@ def _averaged(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
     return scatter(x @ w, 0, g, "avg")
 
 
-def _halved(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return scatter(x @ w, 0, g) / WORLD
-
-
-COPY, KEPT, P = "put in order by a copy", "is kept for", Program
+COPY, KEPT, P, linear = "put in order by a copy", "is kept for", Program, nn.functional.linear
+BIAS, CAST = "the bias is added to its result", "converted to bfloat16 before it travels"
 CUBE, FLAT = ((2, 3, 8), (8, 5)), ((2, 3, 8), (5, 8))
 TWO, THREE = ((3, 8), (8, 2), (8, 6)), ((3, 4, 8), (8, 2), (8, 6), (8, 3))
 SUMMED = ((3, 4, 8), (8, 5), (3, 4, 2), (5, 2), (12, 3), (3, 5))
 REPLACED = [
     P("gather", (AGM,), _gathered),
-    P("bias", (AGM,), _biased, (*FLAT, (5,)), "the bias is added to its result"),
+    P("bias", (AGM,), lambda x, w, b, g: linear(gather(x, 0, g), w, b), (*FLAT, (5,)), BIAS),
     P("batch of one", (AGM,), _gathered_batch, ((1, 3, 8), (8, 5))),
     P("batch", (AGM,), _gathered_batch, BATCH, COPY),
     P("by hand", (AGM,), _unflattened, BATCH, COPY),
@@ -190,17 +175,24 @@ REPLACED = [
     P("three products", (AGM,), _three_products, THREE, KEPT),
     P("a late b", (AGM,), lambda x, w, v, g: ((a := gather(x, 0, g)) @ w, a @ (v * 2)), TWO, KEPT),
     P("kept", (AGM,), lambda x, w, g: ((a := gather(x, 1, g)) @ w, a.relu().sum(), a), BATCH, KEPT),
-    P("converted", (AGM,), _converted, CUBE, "converted to bfloat16 before it travels"),
+    P("converted", (AGM,), lambda x, w, g: gather(x, 1, g).bfloat16() @ w.bfloat16(), CUBE, CAST),
     P("scatter", (MRS,), _scattered),
     P("scatter batch", (MRS,), _scattered_batch, BATCH, "in the order of the ranks by a copy"),
-    P("scatter an average", (MRS,), _averaged, says="divided by 2", reference=_halved),
+    P(
+        *("scatter an average", (MRS,), _averaged, MATRICES, "divided by 2"),
+        reference=lambda x, w, g: _scattered(x, w, g) / WORLD,
+    ),
     P("reduce batch", (MAR,), lambda x, w, g: reduce(x @ w.t(), g) * 2, FLAT),
     P("reduce transposed", (MAR,), _turned, CUBE, f"the result's rows are {COPY}"),
     P("reduce in place", (MAR,), _back_into, FLAT),
     P("reduce a sum in place", (MAR,), _sum_into, (*CUBE, (8, 5))),
     P("exchange before", (A2AM,), lambda x, w, g: exchange(x, g) @ w),
     P("exchange behind", (MA2A,), lambda x, w, g: exchange(x @ w, g)),
-    P("sum of products", (MRS,), _summed, SUMMED, "sum of 3 products"),
+    P(
+        *("sum of products", (MRS,)),
+        lambda x, w, y, v, z, u, g: scatter(x @ w + y @ v.t() + (z @ u).view(3, 4, 5), 1, g),
+        *(SUMMED, "sum of 3 products"),
+    ),
     P("a layer", (AGM, MRS), _mlp, ((2, 3, 8), (8, 6), (6, 8))),
     P("collectives with gradients", (AGM, MRS), _with_gradients, ((6, 8), (8, 6), (6, 8))),
     P("a slice of all", (AGM,), _sliced, ((2, 3, 8), (8, 6))),
@@ -230,12 +222,13 @@ def trace(
         return make_fx(lambda *given: fn(*given, group), **options)(*tensors)
 
 
+def ficco_calls(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    return [n for n in graph.graph.nodes if getattr(n.target, "namespace", "") == "ficco"]
+
+
 def operators(graph: torch.fx.GraphModule) -> list[str]:
-    return [
-        str(node.target._schema.name).partition("::")[2].removesuffix("_gathered")
-        for node in graph.graph.nodes
-        if getattr(node.target, "namespace", "") == "ficco"
-    ]
+    names = (str(node.target._schema.name) for node in ficco_calls(graph))
+    return [name.partition("::")[2].removesuffix("_gathered") for name in names]
 
 
 def collectives(graph: torch.fx.GraphModule) -> int:
@@ -276,9 +269,8 @@ def _all_same(at: Rank, names: list[str], options: dict[str, Any]) -> list[list[
     ids=["static", "dynamic", "before autograd"],
 )
 def test_replaced_programs_give_the_same_integers(options: dict[str, Any]) -> None:
-    names = [program.name for program in REPLACED]
-    if options.get("tracing_mode") == "symbolic":  # slow; "flat" and "exchange" do not say how
-        names = DYNAMIC  # their rows divide
+    # Slow with symbols, where "flat" and "exchange" do not say how their rows divide.
+    names = DYNAMIC if "tracing_mode" in options else [program.name for program in REPLACED]
     told = run(WORLD, _all_same, names, options, timeout=150)  # traces of many programs
     assert told[0] == told[1]  # the ranks decide alike
 
@@ -292,34 +284,29 @@ def test_a_product_whose_rows_are_put_in_order_can_be_viewed() -> None:
 
 
 class FeedForward(nn.Module):
-    """As in torchtitan, without what would round."""
+    """As in torchtitan, without what would round; its weights are integers."""
 
-    def __init__(self, gated: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.w1 = nn.Linear(8, 12, bias=False)
-        self.w2 = nn.Linear(12, 8, bias=False)
-        self.w3 = nn.Linear(8, 12, bias=False) if gated else None
+        sizes = (8, 12), (12, 8), (8, 12)
+        self.w1, self.w2, self.w3 = (nn.Linear(*each, bias=False) for each in sizes)
+        torch.manual_seed(5)
+        for weight in self.parameters():
+            weight.data.copy_(torch.randint(-1, 2, weight.shape))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.relu(self.w1(x))
-        return self.w2(h if self.w3 is None else h * self.w3(x))
+        return self.w2(torch.relu(self.w1(x)) * self.w3(x))
 
 
-def _parallel(gated: bool, sequence: bool) -> nn.Module:
-    """The layer with PyTorch's own parallel styles, as a torchtitan plan writes them; its weights
-    are integers."""
-    torch.manual_seed(5)
-    layer = nn.Sequential(FeedForward(gated))  # hooks of a layer inside are compiled with it
-    layout = Shard(1) if sequence else Replicate()
-    with torch.no_grad():
-        for weight in layer.parameters():
-            weight.copy_(torch.randint(-1, 2, weight.shape))
+def _parallel(layout: Any) -> nn.Module:
+    """The layer with PyTorch's own parallel styles, as a torchtitan plan writes them."""
+    layer = nn.Sequential(FeedForward())  # hooks of a layer inside are compiled with it
     whole = (Replicate(),)
     plan: dict[str, Any] = {
         "0": PrepareModuleInput(input_layouts=(layout,), desired_input_layouts=whole),
         "0.w1": ColwiseParallel(use_local_output=True),
         "0.w2": RowwiseParallel(output_layouts=layout),
-        **({"0.w3": ColwiseParallel()} if gated else {}),
+        "0.w3": ColwiseParallel(),
     }
     return parallelize_module(layer, init_device_mesh("cpu", (WORLD,)), plan)
 
@@ -331,33 +318,30 @@ def _train(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.
     return [y.detach(), x.grad, *(weight.grad.to_local() for weight in layer.parameters())]
 
 
-def _compiled(at: Rank, gated: bool, sequence: bool) -> list[tuple[str, ...]]:
+def _compiled(at: Rank, layout: Any) -> list[tuple[str, ...]]:
     torch._dynamo.reset()
+    sequence = layout == Shard(1)
     made = torch.Generator().manual_seed(at.rank if sequence else 7)
     rows = 3 if sequence else 3 * WORLD
     x, grad = (torch.randint(-2, 3, (2, rows, 8), generator=made).float() for _ in range(2))
-    want = _train(_parallel(gated, sequence), x, grad)
+    want = _train(_parallel(layout), x, grad)
     backend = passes.backend("aot_eager")
-    layer = torch.compile(_parallel(gated, sequence), backend=backend, fullgraph=True)
-    found = _train(layer, x, grad)
+    found = _train(torch.compile(_parallel(layout), backend=backend, fullgraph=True), x, grad)
     assert all(map(torch.equal, want, found)), backend.report
     return [(e.collective, e.operator, e.reason, e.where) for e in backend.report]
 
 
-@pytest.mark.parametrize(
-    "gated", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "gated"]
-)
-def test_a_parallelised_model_has_its_collectives_replaced(gated: bool) -> None:
-    """In the forward, then in the backward, which adds two products of a gated model."""
-    told = run(WORLD, _compiled, gated, True)
+def test_a_parallelised_model_has_its_collectives_replaced() -> None:
+    """In the forward, then in the backward, which adds two products."""
+    told = run(WORLD, _compiled, Shard(1))
     both = [("all-gather", AGM), ("reduce-scatter", MRS)]
     assert [entry[:2] for entry in told[0]] == both * 2 and told[0] == told[1]
     assert "passes.py:" in told[0][0][3] and "self.w1(x)" in told[0][0][3]
-    assert ("sum of 2 products is one" in told[0][3][2]) == gated
+    assert "sum of 2 products is one" in told[0][3][2]
 
 
 def test_a_model_without_sequence_parallelism_reduces() -> None:
-    assert ("all-reduce", MAR) in [entry[:2] for entry in run(WORLD, _compiled, False, False)[0]]
+    assert ("all-reduce", MAR) in [entry[:2] for entry in run(WORLD, _compiled, Replicate())[0]]
 
 
 def _inductor(at: Rank) -> tuple[str, int]:
@@ -421,10 +405,6 @@ def _written_operand(x: torch.Tensor, w: torch.Tensor, g: Any) -> Any:
     return scatter(y, 0, g)
 
 
-def _of_two_orders(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return scatter((x @ w).view(2, 2, 4).transpose(0, 1) + (x @ w).view(2, 2, 4), 0, g)
-
-
 def left(says: str, run: Callable[..., Any], *shapes: tuple[int, ...], **more: Any) -> Program:
     return Program(says, (), run, shapes or MATRICES, **more)
 
@@ -480,7 +460,11 @@ LEFT = [
         "the sum of a product and of something else",
         lambda x, w, g: scatter(x @ w + x[:, :4], 0, g),
     ),
-    left("rows lie in different orders", _of_two_orders, (4, 8), (8, 4)),
+    left(
+        "rows lie in different orders",
+        lambda x, w, g: scatter((y := (x @ w).view(2, 2, 4)).transpose(0, 1) + y, 0, g),
+        *((4, 8), (8, 4)),
+    ),
     left(
         "bias is added on every rank",
         lambda x, w, b, g: scatter(torch.addmm(b, x, w), 0, g),
@@ -508,37 +492,35 @@ def test_what_stays_has_a_reason(program: Program, groups: dict[int, Any]) -> No
 def _received(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
     """What is received overwrites what was gathered, in front of the product."""
     a = gather(x, 0, g)
-    funcol.wait_tensor(torch.ops._c10d_functional.irecv(x, 0, 0, g.group_name))
+    funcol.wait_tensor(FUNCTIONAL.irecv(x, 0, 0, g.group_name))
     return a @ w
 
 
 def _batched(x: torch.Tensor, w: torch.Tensor, g: Any) -> Any:
-    send = torch.ops._c10d_functional.batch_p2p_ops
-    return send(["isend", "irecv"], [0, 0], [0, 0], [x @ w, x], g.group_name)
+    peers = [0, 0], [0, 0]
+    return FUNCTIONAL.batch_p2p_ops(["isend", "irecv"], *peers, [x @ w, x], g.group_name)
 
 
-def _sent(x: torch.Tensor, w: torch.Tensor, g: Any) -> Any:
-    return torch.ops._c10d_functional.isend(x @ w, 0, 0, g.group_name)
-
-
-def _by_dtensor(x: torch.Tensor, w: torch.Tensor, g: Any) -> Any:
-    return torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, g.group_name) @ w.t()
-
-
-WRITES = "irecv may write to the operand before the product"
+FUNCTIONAL, WRITES = torch.ops._c10d_functional, "irecv may write to the operand before the product"
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.ops._c10d_functional, "batch_p2p_ops"),
+    not hasattr(FUNCTIONAL, "batch_p2p_ops"),
     reason=f"PyTorch {torch.__version__} has no functional messages",
 )
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
-        (_sent, {"isend": "a message between two ranks"}),
+        (
+            lambda x, w, g: FUNCTIONAL.isend(x @ w, 0, 0, g.group_name),
+            {"isend": "a message between two ranks"},
+        ),
         (_batched, {"batch_p2p_ops": "messages between pairs of ranks"}),
         (_received, {"all-gather": WRITES, "irecv": "a message between two ranks"}),
-        (_by_dtensor, {"shard_dim_alltoall": "joins one dimension and cuts another"}),
+        (
+            lambda x, w, g: torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, g.group_name) @ w.t(),
+            {"shard_dim_alltoall": "joins one dimension and cuts another"},
+        ),
     ],
 )
 def test_what_is_no_collective_of_a_product_is_reported_by_name(
@@ -576,11 +558,6 @@ def test_every_functional_collective_of_this_pytorch_has_a_row() -> None:
     assert names and names <= {*COLLECTIVES, *OTHER_FORMS}
 
 
-def ficco_call(graph: torch.fx.GraphModule) -> torch.fx.Node:
-    (node,) = (n for n in graph.graph.nodes if getattr(n.target, "namespace", "") == "ficco")
-    return node
-
-
 def test_groups_decide(groups: dict[int, Any]) -> None:
     def nowhere(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
         y = torch.ops._c10d_functional.all_reduce(x @ w, "sum", "nowhere")
@@ -597,7 +574,7 @@ def test_groups_decide(groups: dict[int, Any]) -> None:
     graph = trace(_gathered, ONES, groups[2])
     (entry,) = passes.replace(graph, group=groups[2].group_name, schedule="hetero-fused-1d")
     assert entry.replaced
-    node = ficco_call(graph)
+    (node,) = ficco_calls(graph)
     assert "hetero-fused-1d" in node.args and groups[2].group_name in node.args
     assert node.meta["val"].shape == (12, 4)
 
@@ -615,7 +592,7 @@ def test_ranks_in_columns_are_summed_over(groups: dict[int, Any]) -> None:
     graph = trace(crossed, [torch.ones(8), torch.ones(8, 3)], groups[4])
     (entry,) = passes.replace(graph)
     assert entry.replaced and "put in order" in entry.reason
-    node = ficco_call(graph)
+    (node,) = ficco_calls(graph)
     assert node.args[0].meta["val"].shape == (1, 8) and node.meta["val"].shape == (4, 3)
 
 
