@@ -462,7 +462,9 @@ LEFT = [
     ),
     left(
         "rows lie in different orders",
-        lambda x, w, g: scatter((y := (x @ w).view(2, 2, 4)).transpose(0, 1) + y, 0, g),
+        lambda x, w, g: scatter(
+            (x @ w).view(2, 2, 4).transpose(0, 1) + (x @ w).view(2, 2, 4), 0, g
+        ),
         *((4, 8), (8, 4)),
     ),
     left(
