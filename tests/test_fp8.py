@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -282,15 +283,14 @@ class Bad:
     row_major: bool = False
 
 
-HALF = torch.bfloat16
-ones = torch.ones
+HALF, TILED, WIDE = torch.bfloat16, {"schedule": "tiled"}, {"out_dtype": torch.float32}
+ones, powers = torch.ones, torch.ones(128).to(torch.float8_e8m0fnu)
 BAD = (
     Bad(("scale_a", "scale_b", "float8_e4m3fn", "none"), {"scale_a": None, "scale_b": None}),
     Bad(("scale_b", "NoneType", "both"), {"scale_b": None}),
     Bad(("scale_a", "float", "both"), {"scale_a": 1.0}),
     Bad(
-        ("scale_a, scale_b", "torch.float32", "torch.bfloat16", ".float()"),
-        {"scale_a": ones(8, 1, dtype=HALF)},
+        ("scale_a, scale_b", "torch.float32", "float16", ".float()"), {"scale_a": ones(8, 1).half()}
     ),
     Bad(("[8, 1] and [1, 16]", "[16, 1] and [1, 16]", "got [9, 1]"), {"scale_a": ones(9, 1)}),
     Bad(("got [8] and",), {"scale_a": ones(8)}),
@@ -301,31 +301,21 @@ BAD = (
     Bad(("operands of float8", "bfloat16", "quantize"), {}, dtypes=(E4M3, HALF)),
     Bad(("operands of float8", "bfloat16", "leave the scales out"), {}, dtypes=(HALF, HALF)),
     Bad(("one family", "float8_e4m3fn", "float8_e4m3fnuz"), {}, dtypes=(E4M3, FNUZ)),
-    Bad(
-        ("bias", "float32", "bfloat16 or float16"),
-        {"bias": ones(16, dtype=HALF), "out_dtype": torch.float32},
-    ),
+    Bad(("bias", "float32", "bfloat16 or float16"), {"bias": ones(16, dtype=HALF), **WIDE}),
     Bad(("bias", "[16]", "torch.float32"), {"bias": ones(16)}),
     Bad(("bias", "[16]", "[8]"), {"bias": ones(8, dtype=HALF)}),
     Bad(("out_dtype", "bfloat16, float16, float32", "float8"), {"out_dtype": E4M3}),
     Bad(("out_dtype", "'bfloat16'"), {"out_dtype": "bfloat16"}),
     Bad(("use_fast_accum", "True or False"), {"use_fast_accum": 1}),
-    Bad(
-        ("mxfp8", "sm_100 or gfx950"),
-        dict.fromkeys(("scale_a", "scale_b"), ones(128).to(torch.float8_e8m0fnu)),
-        MISSING,
-    ),
+    Bad(("mxfp8", "sm_100 or gfx950"), {"scale_a": powers, "scale_b": powers}, MISSING),
     Bad(("beta", "float8", "another schedule"), {"schedule": "growing:beta"}, operator=SUMS[0]),
     Bad(("ring", "float8", "another schedule"), {"schedule": "ring"}, operator=SUMS[0]),
     Bad(
         ("tiled", "scaled by block", "another schedule"),
-        {"schedule": "tiled", "scale_a": ones(8, 2), "scale_b": ones(2, 1)},
+        {**TILED, "scale_a": ones(8, 2), "scale_b": ones(2, 1)},
         k=256,
     ),
-    Bad(
-        ("tiled", "results of float32", "another schedule"),
-        {"schedule": "tiled", "out_dtype": torch.float32},
-    ),
+    Bad(("tiled", "results of float32", "another schedule"), {**TILED, **WIDE}),
     Bad(("got [16, 1]",), {"scale_a": ones(16, 1)}, operator="all_to_all_matmul"),
 )
 
@@ -373,19 +363,15 @@ def test_ranks_that_scale_otherwise_disagree(at: Rank) -> None:
 def test_gradients_are_refused(at: Rank) -> None:
     """Gradients, of real and of fake operands; autocast does not drop scales."""
     given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row"), at, 0)
+    call = partial(ficco.all_gather_matmul, given.a, given.b)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        error = caught(lambda: ficco.all_gather_matmul(given.a, given.b))
-    assert "scale_a, scale_b: required" in error.text
+        assert "scale_a, scale_b: required" in caught(call).text
     given.scales["scale_a"].requires_grad_()
-
-    def call() -> Any:
-        return ficco.all_gather_matmul(given.a, given.b, **given.scales)
-
-    errors = [caught(call)]
+    errors = [caught(partial(call, **given.scales))]
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        errors.append(caught(call))
+        errors.append(caught(partial(call, **given.scales)))
     with torch.no_grad():
-        call()
+        call(**given.scales)
     for error in errors:
         assert error.type == MISSING and "scale_a" in error.text and "no gradient" in error.text
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Rank, run
+from ranks import Rank, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -257,27 +257,26 @@ def _same(at: Rank, program: Program, options: dict[str, Any]) -> list[str]:
     return [str(entry) for entry in report]
 
 
-def _all_same(at: Rank, names: list[str], options: dict[str, Any]) -> list[list[str]]:
-    chosen = [program for program in REPLACED if program.name in names]
-    return [_same(at, program, options) for program in chosen]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"tracing_mode": "symbolic"}, {"pre_dispatch": True}],
     ids=["static", "dynamic", "before autograd"],
 )
-def test_replaced_programs_give_the_same_integers(options: dict[str, Any]) -> None:
-    # Slow with symbols, where "flat" and "exchange" do not say how their rows divide.
-    names = DYNAMIC if "tracing_mode" in options else [program.name for program in REPLACED]
-    told = run(WORLD, _all_same, names, options, timeout=150)  # traces of many programs
-    assert told[0] == told[1]  # the ranks decide alike
+@on_ranks(WORLD, timeout=150)  # traces of many programs
+def test_replaced_programs_give_the_same_integers(at: Rank, options: dict[str, Any]) -> None:
+    for program in REPLACED:
+        # Slow with symbols, where "flat" and "exchange" do not say how their rows divide.
+        if "tracing_mode" not in options or program.name in DYNAMIC:
+            told = [""] * at.world
+            dist.all_gather_object(told, _same(at, program, options))
+            assert told == told[:1] * at.world  # the ranks decide alike
 
 
-def test_a_product_whose_rows_are_put_in_order_can_be_viewed() -> None:
+@on_ranks(WORLD)
+def test_a_product_whose_rows_are_put_in_order_can_be_viewed(at: Rank) -> None:
     program = Program("viewed", (AGM,), _viewed, ((3, 8), (8, 5)), COPY)
-    run(WORLD, _same, program, {"pre_dispatch": True})  # else it is a product of batches
+    _same(at, program, {"pre_dispatch": True})  # else it is a product of batches
 
 
 # Whole models under torch.compile.
@@ -318,56 +317,47 @@ def _train(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.
     return [y.detach(), x.grad, *(weight.grad.to_local() for weight in layer.parameters())]
 
 
-def _compiled(at: Rank, layout: Any) -> list[tuple[str, ...]]:
-    torch._dynamo.reset()
-    sequence = layout == Shard(1)
-    made = torch.Generator().manual_seed(at.rank if sequence else 7)
-    rows = 3 if sequence else 3 * WORLD
-    x, grad = (torch.randint(-2, 3, (2, rows, 8), generator=made).float() for _ in range(2))
-    want = _train(_parallel(layout), x, grad)
-    backend = passes.backend("aot_eager")
-    found = _train(torch.compile(_parallel(layout), backend=backend, fullgraph=True), x, grad)
-    assert all(map(torch.equal, want, found)), backend.report
-    return [(e.collective, e.operator, e.reason, e.where) for e in backend.report]
+@on_ranks(WORLD)
+def test_a_parallelised_model_has_its_collectives_replaced(at: Rank) -> None:
+    """In the forward, then in the backward, which adds two products; all-reduces without sequence
+    parallelism."""
+    for layout in (Shard(1), Replicate()):
+        torch._dynamo.reset()
+        sequence = layout == Shard(1)
+        made = torch.Generator().manual_seed(at.rank if sequence else 7)
+        rows = 3 if sequence else 3 * WORLD
+        x, grad = (torch.randint(-2, 3, (2, rows, 8), generator=made).float() for _ in range(2))
+        want, backend = _train(_parallel(layout), x, grad), passes.backend("aot_eager")
+        found = _train(torch.compile(_parallel(layout), backend=backend, fullgraph=True), x, grad)
+        assert all(map(torch.equal, want, found)), backend.report
+        entries = [*backend.report]
+        names = [(entry.collective, entry.operator) for entry in entries]
+        if sequence:
+            assert names == [("all-gather", AGM), ("reduce-scatter", MRS)] * 2
+            assert "passes.py:" in entries[0].where and "self.w1(x)" in entries[0].where
+            assert "sum of 2 products is one" in entries[3].reason
+        assert sequence or ("all-reduce", MAR) in names
 
 
-def test_a_parallelised_model_has_its_collectives_replaced() -> None:
-    """In the forward, then in the backward, which adds two products."""
-    told = run(WORLD, _compiled, Shard(1))
-    both = [("all-gather", AGM), ("reduce-scatter", MRS)]
-    assert [entry[:2] for entry in told[0]] == both * 2 and told[0] == told[1]
-    assert "passes.py:" in told[0][0][3] and "self.w1(x)" in told[0][0][3]
-    assert "sum of 2 products is one" in told[0][3][2]
-
-
-def test_a_model_without_sequence_parallelism_reduces() -> None:
-    assert ("all-reduce", MAR) in [entry[:2] for entry in run(WORLD, _compiled, Replicate())[0]]
-
-
-def _inductor(at: Rank) -> tuple[str, int]:
+@pytest.mark.slow
+@on_ranks(WORLD, timeout=150)
+def test_inductor_runs_the_pass_behind_the_users_own(at: Rank) -> None:
     torch._dynamo.reset()
     from torch._inductor import config
 
-    seen = []
+    seen: list[Any] = []
     x, w = torch.full((3, 8), at.rank + 1.0), torch.arange(40.0).view(8, 5)
-    layer = partial(_gathered, g=dist.group.WORLD)
-    backend = passes.backend()
-    with config.patch({passes.compiling.HOOK: lambda graph: seen.append(graph)}):
+    layer, backend = partial(_gathered, g=dist.group.WORLD), passes.backend()
+    with config.patch({passes.compiling.HOOK: seen.append}):
         found = torch.compile(layer, backend=backend, fullgraph=True)(x, w)
     assert torch.equal(found, layer(x, w))
+    assert "1 collective in 1 graph: 1 replaced" in str(backend.report) and len(seen) == 1
     for hook in (passes.compiling.HOOK, "post_grad_custom_post_pass", "joint_custom_pre_pass"):
         own = passes.inductor_pass()
         torch._dynamo.reset()
         with config.patch({hook: own}):
             assert torch.equal(torch.compile(layer)(x, w), found)
         assert len(own.report.replaced) == 1 and not own.report.left, hook
-    return str(backend.report), len(seen)
-
-
-@pytest.mark.slow
-def test_inductor_runs_the_pass_behind_the_users_own() -> None:
-    report, others = run(WORLD, _inductor, timeout=150)[0]
-    assert "1 collective in 1 graph: 1 replaced" in report and others == 1
 
 
 # What stays, and why.
@@ -582,15 +572,14 @@ def test_groups_decide(groups: dict[int, Any]) -> None:
 
 
 def test_ranks_in_columns_are_summed_over(groups: dict[int, Any]) -> None:
+    def crossed(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
+        return gather(x, 0, g).view(2, 2, 8).transpose(0, 1).reshape(4, 8) @ w
+
     def halves(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
         return gather(x, 0, g).view(2, 16) @ w
 
     (entry,) = passes.replace(trace(halves, [torch.ones(8), torch.ones(16, 3)], groups[4]))
     assert "sums over the ranks" in entry.reason
-
-    def crossed(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-        return gather(x, 0, g).view(2, 2, 8).transpose(0, 1).reshape(4, 8) @ w
-
     graph = trace(crossed, [torch.ones(8), torch.ones(8, 3)], groups[4])
     (entry,) = passes.replace(graph)
     assert entry.replaced and "put in order" in entry.reason

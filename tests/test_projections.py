@@ -12,6 +12,7 @@ import torch
 from cases import own_group
 from ranks import Failure, Rank, caught, on_ranks, ranks, run
 from subjects import SUBJECTS, Case, by_heads, exact
+from test_nn import refuses
 from torch.nn.functional import scaled_dot_product_attention
 
 import ficco
@@ -83,7 +84,8 @@ def test_auto_takes_what_serves_them() -> None:
 # Calls on CPUs.
 
 
-def _laid_out(at: Rank) -> None:
+@on_ranks(2)
+def test_what_arrives_lies_as_it_is_read(at: Rank) -> None:
     """What arrives is one tensor [S, batch, heads, size], which nobody brings into another order;
     and such a one is read in place."""
     project, (_, weight) = operands(at, batch=2)
@@ -101,7 +103,8 @@ def _laid_out(at: Rank) -> None:
     assert node.saved_tensors[0].data_ptr() == out.data_ptr()
 
 
-def _of_some_results(at: Rank) -> Any:
+@on_ranks(2)
+def test_gradients_of_some_results(at: Rank) -> None:
     """Gradients where not all results are used, and no second derivatives."""
     (x, *weights), (out, weight) = operands(at)
     for wanted in (0, 1, 3):
@@ -115,36 +118,25 @@ def _of_some_results(at: Rank) -> Any:
         assert torch.equal(leaves[wanted].grad, right)
     y = ficco.ulysses_output(out, weight.requires_grad_())
     (grad,) = torch.autograd.grad(y.square().sum(), weight, create_graph=True)
-    return caught(lambda: grad.sum().backward())
+    assert "derivative" in caught(lambda: grad.sum().backward()).text
 
 
-def _capped(at: Rank) -> Any:
-    def calls(schedule: str) -> None:
-        case = Case((64,) * at.world, (64, 1, 8, 4, 16, 64), "float64", schedule)
+@on_ranks(2)
+def test_memory_is_capped(at: Rank) -> None:
+    """Also in a dtype that is narrower than the contract's."""
+
+    def calls(case: Case) -> None:
         for name in ("ulysses_project", "ulysses_output"):
             needs = (True,) * len(SUBJECTS[name].operands)
             exact(at, SUBJECTS[name], case.on(needs=needs), 1)
 
+    calls(Case((4,) * 2, (4, 2, 4, 2, 4, 12), "bfloat16"))
+    case = Case((64,) * at.world, (64, 1, 8, 4, 16, 64), "float64")
     with ficco.options(workspace_bytes=60_000):
         for schedule in ("auto", "hetero-fused-1d:pieces=4"):
-            calls(schedule)
+            calls(case.on(schedule=schedule))
     with ficco.options(workspace_bytes=6_000):
-        return caught(lambda: calls("auto"))
-
-
-def _calls(at: Rank) -> list[Any]:
-    _laid_out(at)
-    case = Case((4,) * 2, (4, 2, 4, 2, 4, 12), "bfloat16")  # the contract has wider ones
-    exact(at, SUBJECTS["ulysses_project"], case.on(needs=(True,) * 4), 1)
-    exact(at, SUBJECTS["ulysses_output"], case.on(needs=(True,) * 2), 2)
-    return [_of_some_results(at), _capped(at)]
-
-
-def test_layouts_gradients_of_some_results_and_caps() -> None:
-    for second, capped in run(2, _calls):
-        assert isinstance(second, Failure) and "derivative" in second.text, second
-        assert isinstance(capped, Failure) and capped.type == "ValueError", capped
-        assert "workspace_bytes: required at least" in capped.text
+        refuses(("workspace_bytes: required at least", lambda: calls(case)))
 
 
 # Layers.
@@ -234,9 +226,10 @@ def test_bad_input_says_what_to_do() -> None:
         assert failure.type == "ValueError" and failure.text.startswith(text), failure
 
 
-def _unlike(at: Rank) -> list[Any]:
-    """What ranks get whose operands differ, each of another group."""
-    x, w, out, found = torch.ones(1, 8, 8), torch.ones(16, 8), torch.ones(1, 2, 16, 4), []
+@on_ranks(2)
+def test_ranks_that_differ_are_told(at: Rank) -> None:
+    """Also where heads or batches differ, but not the sizes of operands."""
+    x, w, out = torch.ones(1, 8, 8), torch.ones(16, 8), torch.ones(1, 2, 16, 4)
     own = w[: 8 + 8 * at.rank]
 
     def project(x: Any, k: Any = w, size: int = 4) -> Callable[[Any], Any]:
@@ -245,25 +238,15 @@ def _unlike(at: Rank) -> list[Any]:
     def output(out: Any) -> Callable[[Any], Any]:
         return lambda group: ficco.ulysses_output(out, w.t(), group=group)
 
-    for call in (
-        project(x[:, : 3 + at.rank]),
-        project(x, own),
-        project(x if at.rank else x[:, :, 1:]),  # refused on one rank only
-        project(x, size=(4, 2)[at.rank]),
-        project(x.view(1 + at.rank, -1, 8)),
-        output(out.view(1, *((2, 16, 4), (4, 16, 2))[at.rank])),
-        output(out.view(1 + at.rank, 2, -1, 4)),
+    alone = ("ValueError", "RankMismatch")[at.rank]  # refused on one rank only
+    for kind, text, call in (
+        ("RankMismatch", "", project(x[:, : 3 + at.rank])),
+        ("RankMismatch", "", project(x, own)),
+        (alone, "", project(x if at.rank else x[:, :, 1:])),
+        ("RankMismatch", "size 2", project(x, size=(4, 2)[at.rank])),
+        ("RankMismatch", "batch 2", project(x.view(1 + at.rank, -1, 8))),
+        ("RankMismatch", "4 heads a rank", output(out.view(1, *((2, 16, 4), (4, 16, 2))[at.rank]))),
+        ("RankMismatch", "batch 2", output(out.view(1 + at.rank, 2, -1, 4))),
     ):
         with own_group(at) as group, ficco.options(timeout_s=10):
-            found.append(caught(partial(call, group)))
-    return found
-
-
-def test_ranks_that_differ_are_told() -> None:
-    """Also where heads or batches differ, but not the sizes of operands."""
-    texts = "", "", "", "size 2", "batch 2", "4 heads a rank", "batch 2"
-    for rank, failures in enumerate(run(2, _unlike)):
-        for turn, (failure, text) in enumerate(zip(failures, texts, strict=True)):
-            alone = turn == 2 and rank == 0
-            assert failure.type == ("ValueError" if alone else "RankMismatch"), failure
-            assert text in failure.text
+            refuses((text, partial(call, group)), kind=kind)
