@@ -100,8 +100,6 @@ class Adapter(nn.Module):
 
 
 class Twice(nn.Module):
-    """A parametrization."""
-
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return 2 * weight
 
@@ -163,7 +161,6 @@ def _hook_of_one_rank(at: Rank) -> None:
 
 
 def _changed_projections(at: Rank) -> None:
-    """Attention by heads calls projections that were changed."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
@@ -200,7 +197,6 @@ def _changed_projections(at: Rank) -> None:
 
 
 def halves(layer: Any, inner: Callable[[torch.Tensor], torch.Tensor] = plain) -> None:
-    """Give a layer a weight that is multiplied by a kernel of its own."""
     layer.weight = nn.Parameter(Doubled(inner(layer.weight.detach())), False)
 
 

@@ -171,20 +171,19 @@ def drawn(
 
 @ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None:
+@on_ranks()
+def test_every_schedule_is_exact(at: Rank, operator: str) -> None:
     """In other dtypes than the contract has, with biases and factors of all rows."""
-    cases = every_schedule(operator, world, device, some=3)
-    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
+    all_exact(at, every_schedule(operator, at.world, at.device.type, some=3))
 
 
 @ranks(2)
-def test_rows_that_wait_or_tell_have_their_factors(device: str, world: int) -> None:
+@on_ranks()
+def test_rows_that_wait_or_tell_have_their_factors(at: Rank) -> None:
     """Products of each recipe, cut by the signals of two pieces."""
-    cases = [
-        ScaledCase(operator, rows_for(operator, world, "equal"), 48, 16, recipe, "tiled:pieces=2")
-        for operator, recipe in product(OPERATORS, TILED_RECIPES)
-    ]
-    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
+    for iteration, (operator, recipe) in enumerate(product(OPERATORS, TILED_RECIPES)):
+        rows = rows_for(operator, at.world, "equal")
+        exact(at, ScaledCase(operator, rows, 48, 16, recipe, "tiled:pieces=2"), iteration)
 
 
 @ranks(3)

@@ -136,7 +136,10 @@ def unsharded(
     return rounded(x) @ rounded(weight).t() + bias, of_x, of_weight, grad.flatten(0, -2).sum(0)
 
 
-def _functions(at: Rank, scaling: str) -> None:
+@pytest.mark.parametrize("scaling", SCALINGS)
+@ranks(1, 2, 4)
+@on_ranks()
+def test_functions_are_exact(at: Rank, scaling: str) -> None:
     """Functions of layers and their gradients; on GPUs, whose sums in float8 are not exact, of
     integers that are not rounded."""
     on_cpu, uneven = at.device.type == "cpu", {1: [8], 2: [3, 5], 4: [3, 0, 4, 1]}[at.world]
@@ -190,14 +193,7 @@ def _functions(at: Rank, scaling: str) -> None:
         same(shard.grad, cut(of_x), f"{about}: gradient of x from two weights")
 
 
-@pytest.mark.parametrize("recipe", SCALINGS)
-@ranks(1, 2, 4)
-def test_functions_are_exact(device: str, recipe: str, world: int) -> None:
-    run(world, _functions, recipe, device=device)
-
-
 def _styles(at: Rank) -> None:
-    """Styles take a recipe in all layouts, and layers of a group one."""
     mesh, source = mesh_of(at), linear(1)
     x, grad = large(2, 8, 64, seed=3), large(2, 8, 128, seed=4)
     weight, bias = (param.detach() for param in source.parameters())
@@ -232,8 +228,6 @@ def _styles(at: Rank) -> None:
 
 
 class Attention(nn.Module):
-    """Three layers of one input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.wq, self.wk, self.wv = (linear(seed) for seed in (1, 2, 3))
@@ -263,7 +257,6 @@ def _shared(at: Rank) -> None:
 
 
 def _autocast(at: Rank) -> None:
-    """Autocast casts first."""
     whole, x = linear(1), integers(8, 64, seed=3)
     layer = ColumnParallelLinear.from_linear(whole, recipe="row")
     weight, bias = (param.detach() for param in whole.parameters())

@@ -35,7 +35,6 @@ RANK = Rank(0, WORLD, torch.device("cpu"))
 
 
 def _gathered_too(at: Rank) -> None:
-    """A compiled call that returns the gathered A."""
     mine, want = made(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
     call = compiled(partial(ficco.all_gather_matmul, return_gathered=True))
     out, gathered = call(mine.a, mine.b, **mine.scales)
@@ -101,7 +100,6 @@ def _blocks(a: torch.Tensor, w: torch.Tensor, s: torch.Tensor, t: torch.Tensor) 
 
 
 def scaled(x: Any, w: Any, s: Any, t: Any, g: Any, *bias: Any, how: Any = times) -> torch.Tensor:
-    """The product of gathered rows with gathered scales."""
     product: torch.Tensor = how(gather(x, 0, g), w, gather(s, 0, g), t, *bias)
     return product
 
@@ -141,7 +139,6 @@ PROGRAMS = [
 
 
 def given(program: ScaledProgram, at: Rank) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The operands of a rank, and the result of its product."""
     (operator,), world = program.expected, at.world
     blocks, n = operator in (A2AM, MA2A), 128 if program.recipe == "block" else 32
     rows: Any = (16 if operator == AGM else 8,) * world
@@ -248,7 +245,6 @@ def test_recipes_that_no_operator_has(
 
 
 def _compiled(at: Rank) -> None:
-    """A compiled model multiplies what it gathers in float8."""
     program, backend = PROGRAMS[0], passes.backend("aot_eager")
     layer = compiled(lambda *given: program.run(*given, dist.group.WORLD), backend)
     operands, want = given(program, at)

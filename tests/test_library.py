@@ -139,7 +139,6 @@ def test_rows_may_change_without_compiling_again(at: Rank) -> None:
 @since("2.13", "cannot compile a call with a Schedule, only with its name")
 @on_two_ranks
 def test_groups_and_schedules_of_compiled_calls(at: Rank) -> None:
-    """Groups, meshes and schedules, as globals of a layer and as its arguments."""
     case, a, b = plain("all_gather_matmul", at)
     made = make(case, at.world)
     mesh = init_device_mesh("cpu", (1, at.world), mesh_dim_names=("dp", "tp"))
@@ -390,7 +389,6 @@ def test_operators_are_registered_when_first_asked_for(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_eager_calls_do_not_pass_the_dispatcher(at: Rank) -> None:
-    """Neither a forward nor a backward."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for operator, needs in itertools.product(OPERATORS, ("", "ab")):
             y = called(*plain(operator, at, needs=needs))
@@ -443,7 +441,6 @@ def test_calls_are_ranges_where_anybody_sees_them() -> None:
 
 @on_ranks(2)
 def test_selective_checkpointing_can_save_what_travelled(at: Rank) -> None:
-    """A backward calls anew what the block does not save."""
     case, a, b = plain("matmul_reduce_scatter", at)
 
     def block(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -492,7 +489,6 @@ def test_what_traces_sizes_as_tensors_is_refused(at: Rank) -> None:
 @since("2.13", "cannot have its kernels replaced (2.6), or sums for avg with gloo (2.8)")
 @on_ranks(2, fresh=True)
 def test_pytorchs_fused_operators_run_ficco(at: Rank) -> None:
-    """PyTorch's fused operators, as its own collectives and products compute them."""
     import torch.distributed._symmetric_memory as stock
 
     with warnings.catch_warnings():

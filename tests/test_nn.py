@@ -158,8 +158,7 @@ def refuses(*wrong: tuple[str, Callable[[], Any]], kind: str = "ValueError") -> 
 # Layers.
 
 
-def _column_and_row(at: Rank) -> int:
-    """Column and row layer behind one another, forward and backward, in all forms."""
+def _column_and_row(at: Rank) -> None:
     mesh, group = mesh_of(at), dist.new_group(list(range(at.world)))
     uneven = {2: [3, 5], 4: [3, 0, 4, 1]}[at.world]
     shapes = ((), 0), ((3,), 0), ((3,), 1), ((2, 3), 2), ((1,), -2)
@@ -664,19 +663,15 @@ def _layouts(at: Rank) -> None:
 
 
 def _vectors(at: Rank) -> None:
-    """A vector, as nn.Linear takes it; and a layout of dimensions that it has not."""
+    """A vector, as nn.Linear takes it; and a layout of dimensions that it has not. Without
+    gradients a column is the library's product, and a row one sum over the ranks."""
     whole, mesh, x = pair(), mesh_of(at), integers(HIDDEN, seed=3)
-    as_unsharded(at, styled(whole, mesh, {}, {}), whole, x, x, torch.clone, "a vector")
+    model = styled(whole, mesh, {}, {})
+    as_unsharded(at, model, whole, x, x, torch.clone, "a vector")
     cut = styled(whole, mesh, {}, {"output_layouts": Shard(-1)})
     same(cut(x), part(whole(x), at, 0), "a part of a vector")
     wrong = styled(whole, mesh, {}, {"output_layouts": Shard(1)})
     refuses(("Shard(dim=1)", lambda: wrong(x)))
-
-
-def _inferred(at: Rank) -> None:
-    """Without gradients a column is the library's product, and a row one sum over the ranks."""
-    whole, mesh = pair(), mesh_of(at)
-    model = styled(whole, mesh, {}, {})
     for turn, shape in enumerate([(HIDDEN,), (3, HIDDEN), (2, 3, HIDDEN)]):
         x = integers(*shape, seed=turn)
         with torch.no_grad(), counted() as counts:
@@ -977,7 +972,7 @@ WITH_FSDP2 = partial(pytest.param, marks=HAS_FSDP2)
 RECORDS = since("2.8", "does not tell that a checkpoint is being recorded: CheckpointError")
 OF_LAYERS = _kinds, _initialisation, _state_dicts, _more_than_weights, _unequal, _encoder
 OF_ALL = _norm_that_all_have, _meta, _skipped, WITH_FSDP2(_parts_or_wholes)
-OF_STYLES = _vectors, _inferred, _shared, _under_way, _changed, _compiled, _subclasses
+OF_STYLES = _vectors, _shared, _under_way, _changed, _compiled, _subclasses
 OTHERS = pytest.param(_recomputed_within, marks=RECORDS), _more_than_linear
 
 

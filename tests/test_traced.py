@@ -113,7 +113,6 @@ def _dynamic(at: Rank) -> None:
 
 
 def _some(at: Rank) -> None:
-    """Gradients of one operand, or of none."""
     kinds: list[tuple[Any, Any, int]] = [(attended, projections, only) for only in (0, 2, 5)]
     kinds += [(expert_layer(capacity=3), experts, 0), (expert_layer(), experts, 1)]
     for function, draw, only in kinds:
@@ -129,7 +128,6 @@ def _some(at: Rank) -> None:
 
 
 def _counted(at: Rank) -> None:
-    """Operations of attention, projections and experts."""
     for operator in (ficco.all_gather_attention, ficco.ulysses_attention):
         with FlopCounterMode(display=False) as counter:
             out = operator(*operands(at, rows=6, batch=2), causal=True)
@@ -170,7 +168,6 @@ def _without(at: Rank) -> None:
 
 
 def _layer(at: Rank) -> None:
-    """A layer with biases and a function of positions, also under autocast."""
     torch.manual_seed(7)
     layer = ficco.nn.UlyssesAttention(12, 4, 2, size=4, bias=True, causal=True)
     torch.manual_seed(at.rank)
@@ -189,7 +186,6 @@ def _layer(at: Rank) -> None:
 
 
 def _behind(at: Rank) -> None:
-    """Models behind PyTorch's own attention."""
     given = operands(at)
 
     def model(*given: torch.Tensor) -> torch.Tensor:

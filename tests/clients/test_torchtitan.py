@@ -26,7 +26,6 @@ COMMON = (
 def trained(
     world: int, folder: Path, config: str, flags: str, *overrides: str, how: str = ""
 ) -> list[dict[str, Any]]:
-    """What each rank has of one training."""
     if not (folder / "tests").exists():
         titan.assets(folder)
     imports = ["--override.imports", *overrides] if overrides else []
