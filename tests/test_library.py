@@ -186,9 +186,7 @@ def test_a_part_that_is_not_compiled(at: Rank) -> None:
 
 @on_two_ranks
 def test_compiled_under_autocast(at: Rank) -> None:
-    def cast() -> Any:
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-
+    cast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     for operator in OPERATORS[2::2]:
         case = case_of(operator, at.world, 4, 6, 8)
 
@@ -199,12 +197,7 @@ def test_compiled_under_autocast(at: Rank) -> None:
         assert exact(at, case, compiled(inside)) == torch.bfloat16
     case = case_of(OPERATORS[0], at.world, 4, 6, 8)
     layer = compiled(lambda x, w: called(case, x, w))
-
-    def outside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        with cast():
-            return layer(x, w)
-
-    assert exact(at, case, outside) == torch.bfloat16
+    assert exact(at, case, cast()(layer)) == torch.bfloat16
 
 
 @on_two_ranks
@@ -223,19 +216,19 @@ def test_options_of_a_compiled_forward_are_those_of_its_backward(at: Rank) -> No
         with noted(seen), ficco.options(timeout_s=19.0):
             y.backward(made.g[at.rank].to(y))
         same(a.grad, made.grad_a[at.rank], "a")
-        return [
-            (operator, options.timeout_s, options.save_gathered) for operator, _, options in seen
-        ]
+        return [(operator, of.timeout_s, of.save_gathered) for operator, _, of in seen]
 
-    gather, scatter = "all_gather_matmul", "matmul_reduce_scatter"
-    assert calls() == [(gather, None, False), (scatter, None, False)]
-    assert calls(timeout_s=33.0) == [(gather, 33.0, False), (scatter, 33.0, False)]
-    assert calls(save_gathered=True) == [(scatter, None, True)]
-    assert calls() == [(gather, None, False), (scatter, None, False)]
+    def both(timeout_s: float | None) -> list[Any]:
+        return [(name, timeout_s, False) for name in ("all_gather_matmul", "matmul_reduce_scatter")]
+
+    assert calls() == both(None)
+    assert calls(timeout_s=33.0) == both(33.0)
+    assert calls(save_gathered=True) == [("matmul_reduce_scatter", None, True)]
+    assert calls() == both(None)
     ficco.set_options(timeout_s=44.0)
     try:
-        assert calls() == [(gather, 44.0, False), (scatter, 44.0, False)]
-        assert calls(timeout_s=None) == [(gather, None, False), (scatter, None, False)]
+        assert calls() == both(44.0)
+        assert calls(timeout_s=None) == both(None)
     finally:
         ficco.set_options(timeout_s=None)
     # Once outside of blocks, once with each of 33 s, kept, 44 s, and defaults inside a block.

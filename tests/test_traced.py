@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, caught, run
+from ranks import Rank, caught, on_ranks, run
 from test_library import compiled
 from test_nn import refuses
 from test_projections import rotated
@@ -198,8 +198,12 @@ def _behind(at: Rank) -> None:
     assert not torch.equal(wanted[0], scaled_dot_product_attention(*given, enable_gqa=True))
 
 
-def _experts(at: Rank, ways: Sequence[dict[str, Any]], backend: str) -> None:
-    """Experts that take all pairs, in further rounds, or in exactly the rows that there are."""
+@pytest.mark.parametrize(
+    ("ways", "backend"), [(WAYS[2:4], "aot_eager"), (WAYS[4:], "inductor")], ids=str
+)
+@on_ranks(2, timeout=250)
+def test_experts_of_all_pairs(at: Rank, ways: Sequence[dict[str, Any]], backend: str) -> None:
+    """In further rounds, or in exactly the rows that there are."""
     for way in ways:
         layer, first, second = expert_layer(**way), experts(at, way=way), experts(at, way=way)
         wanted, once = trained(layer, first, 4), compiled(layer, backend)
@@ -260,10 +264,3 @@ def _refused(at: Rank) -> None:
 )
 def test_traced(check: Callable[[Rank], None]) -> None:
     run(2, check)
-
-
-@pytest.mark.parametrize(
-    ("ways", "backend"), [(WAYS[2:4], "aot_eager"), (WAYS[4:], "inductor")], ids=str
-)
-def test_experts_of_all_pairs(ways: Sequence[dict[str, Any]], backend: str) -> None:
-    run(2, _experts, ways, backend, timeout=250)
