@@ -293,33 +293,28 @@ def _sharded_by_fsdp(at: Rank) -> None:
 def _changed_in_place(at: Rank) -> None:
     """Outputs are no views: they may be changed in place, also under ``fully_shard``."""
     data = init_device_mesh(at.device.type, (1, at.world), mesh_dim_names=("dp", "tp"))
+    weight = integers(WIDE, HIDDEN, seed=2).requires_grad_()
     for shape in ((3, SEQUENCE, HIDDEN), (SEQUENCE, HIDDEN)):
         dim, x = len(shape) - 2, integers(*shape, seed=1)
-        wide, weight = integers(*shape[:-1], WIDE, seed=1), integers(WIDE, HIDDEN, seed=2)
-        weight.requires_grad_()
-        calls: dict[str, tuple[Any, torch.Tensor]] = {
-            "copied_linear": (partial(parallel.copied_linear, weight=weight), x),
-            "reduced_linear": (partial(parallel.reduced_linear, weight=weight), x),
-        }
+        functions = parallel.copied_linear, parallel.reduced_linear
+        calls: dict[str, Any] = {each.__name__: partial(each, weight=weight) for each in functions}
         for group in (None, data["tp"]):
             where: dict[str, Any] = {"bias": False, "group": group, "sequence_dim": dim}
             column, other = (ColumnParallelLinear(HIDDEN, WIDE, **where) for _ in range(2))
-            row = RowParallelLinear(WIDE * at.world, HIDDEN, **where)
-            if group is not None:
-                for layer in (column, row, other):
-                    fully_shard(layer, mesh=data["dp"])
-            calls |= {f"column, {group}": (column, x), f"row, {group}": (row, wide)}
-            calls[f"gather_once, {group}"] = lambda x, c=column, o=other: gather_once(x, o, c)[1], x
-        for layout in (Replicate(), Shard(dim)):
-            up, down = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
-            parallelize_module(up, data["tp"], ColwiseParallel(input_layouts=layout))
-            inputs = {"input_layouts": Replicate(), "output_layouts": layout}
-            parallelize_module(down, data["tp"], RowwiseParallel(**inputs))
-            for style, layer in (("Colwise", up), ("Rowwise", down)):
+            row = RowParallelLinear(HIDDEN * at.world, HIDDEN, **where)
+            for layer in (column, row, other) if group is not None else ():
                 fully_shard(layer, mesh=data["dp"])
-                calls[f"{style}, {layout}"] = layer, x
-        for name, (call, operand) in calls.items():
-            operand = operand.clone().requires_grad_()
+            calls |= {f"column, {group}": column, f"row, {group}": row}
+            calls[f"gather_once, {group}"] = lambda x, c=column, o=other: gather_once(x, o, c)[1]
+        for layout in (Replicate(), Shard(dim)):
+            columns = ColwiseParallel(input_layouts=layout)
+            rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
+            for style in (columns, rows):
+                layer = nn.Linear(HIDDEN, HIDDEN, bias=False)
+                parallelize_module(layer, data["tp"], style)
+                calls[f"{style}, {layout}"] = fully_shard(layer, mesh=data["dp"])
+        for name, call in calls.items():
+            operand = x.clone().requires_grad_()
             y = call(operand)
             assert not y._is_view(), f"{name} of {shape}"
             want = y.detach() + 1

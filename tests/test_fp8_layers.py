@@ -199,29 +199,29 @@ def _styles(at: Rank) -> None:
     sequence, last = partial(part, at=at, dim=1), partial(part, at=at, dim=-1)
     uncut, first = torch.clone, partial(part, at=at, dim=0)
     # How x and the result lie, and how the parameters are cut.
-    columns, rows = (last, (first, first)), (last, (last, uncut))
+    columns, rows = (last, (first, first)), (last, uncut)
     where: dict[str, Any] = {"sequence_dim": 1, "recipe": "row"}
     kinds: list[tuple[Any, Any, Any, Any]] = [
         (ColumnParallelLinear.from_linear(source, **where), sequence, *columns),
-        (RowParallelLinear.from_linear(source, **where), last, sequence, rows[1]),
+        (RowParallelLinear.from_linear(source, **where), last, sequence, rows),
     ]
     for layout, cut in ((Shard(1), sequence), (Replicate(), uncut)):
         style = ColwiseParallel(input_layouts=layout, recipe="row")
         kinds.append((parallelize_module(copy.deepcopy(source), mesh, style), cut, *columns))
     for layout, cut in ((Shard(1), sequence), (Replicate(), uncut), (Partial(), uncut)):
         style = RowwiseParallel(output_layouts=layout, recipe="row", use_local_output=False)
-        kinds.append((parallelize_module(copy.deepcopy(source), mesh, style), last, cut, rows[1]))
+        kinds.append((parallelize_module(copy.deepcopy(source), mesh, style), last, cut, rows))
     for layer, of_input, of_output, of_weights in kinds:
-        given = of_input(x).requires_grad_()
-        out = layer(given)
+        leaf = of_input(x).requires_grad_()
+        out = layer(leaf)
         if isinstance(out, DTensor):
             assert out.placements == layer.style.output_layouts
             out, of_output = out.full_tensor(), uncut
         same(out, of_output(y), f"{layer}")
         out.backward(of_output(grad))
-        found = given.grad, *(plain(param.grad) for param in layer.parameters())
+        grads = leaf.grad, *(plain(param.grad) for param in layer.parameters())
         cuts = zip((of_x, *of_params), (of_input, *of_weights), strict=True)
-        for one, (whole, cut) in zip(found, cuts, strict=True):
+        for one, (whole, cut) in zip(grads, cuts, strict=True):
             same(one, cut(whole), f"a gradient of {layer}")
 
 

@@ -447,8 +447,8 @@ def test_selective_checkpointing_can_save_what_travelled(at: Rank) -> None:
     for kept in ([], [torch.ops.ficco.matmul_reduce_scatter.default]):
         contexts = partial(create_selective_checkpoint_contexts, kept)
         y = checkpoint(block, a, b, use_reentrant=False, context_fn=contexts)
-        found, counts = backward(y)
-        assert all(map(torch.equal, found, want))
+        grads, counts = backward(y)
+        assert all(map(torch.equal, grads, want))
         assert counts == calls + Counter(() if kept else (case.operator,))
 
 
@@ -494,13 +494,13 @@ def test_pytorchs_fused_operators_run_ficco(at: Rank) -> None:
     def integers(*shape: int) -> torch.Tensor:
         return torch.randint(-2, 3, shape, generator=generator).float()
 
-    def alike(operator: str, *given: Any, **how: Any) -> list[torch.Tensor]:
+    def alike(operator: str, *operands: Any, **how: Any) -> list[torch.Tensor]:
         calls = getattr(torch.ops.symm_mem, operator), getattr(stock, f"_{operator}_fallback")
-        results = [tree_leaves(call(*given, name, **how)) for call in calls]
-        found, want = ([one for one in some if one is not None] for some in results)
-        for one, other in zip(found, want, strict=True):
-            assert torch.equal(one, other) and one.stride() == other.stride(), (given, how)
-        return found
+        results = [tree_leaves(call(*operands, name, **how)) for call in calls]
+        outs, want = ([one for one in some if one is not None] for some in results)
+        for one, other in zip(outs, want, strict=True):
+            assert torch.equal(one, other) and one.stride() == other.stride(), (operands, how)
+        return outs
 
     gathers, scatters = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
     for dim, shape in ((0, (4, 6)), (0, (4, 3, 6)), (1, (3, 4, 6)), (2, (3, 4, 6))):
@@ -519,8 +519,8 @@ def test_pytorchs_fused_operators_run_ficco(at: Rank) -> None:
     empty, weight = torch.empty(4, 0, 6), integers(6, 5)
     for x, some in ((empty, [weight]), (integers(4, 6), [])):  # a batch of 0; no weights
         assert len(alike(gathers, x, some, 0)) == 1 + len(some)
-    (found,) = alike(scatters, empty, weight, "sum", 0)
-    assert found.shape == (4 // at.world, 0, 5)
+    (out,) = alike(scatters, empty, weight, "sum", 0)
+    assert out.shape == (4 // at.world, 0, 5)
     # On GPUs PyTorch has kernels of its own, which are in force no more.
     for operator in (gathers, scatters):
         kernels = torch._C._dispatch_dump(f"symm_mem::{operator}").splitlines()

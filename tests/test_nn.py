@@ -476,14 +476,10 @@ def _summed(at: Rank, names: tuple[str, ...]) -> None:
     copied, made again, or under another tool."""
     x, grad = (integers(SEQUENCE, HIDDEN, seed=seed, most=1) for seed in (5, 6))
     mesh = mesh_of(at) if at.world == 2 else grid()
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, at.world, 2)]
+    groups = {"pair": pairs[at.rank // 2], "copied": None}
     for name in names:
-        group: Any = None
-        if name == "pair":
-            group = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][at.rank // 2]
-        elif name == "fully_shard":
-            group = mesh["tp"]
-        elif "mesh" in name:
-            group = mesh
+        group = mesh["tp"] if name == "fully_shard" else groups.get(name, mesh)
         whole, model = block(group)
         for module in model if name == "fully_shard" else [model]:
             assert replicated(module, group) is module
@@ -504,8 +500,7 @@ def _summed(at: Rank, names: tuple[str, ...]) -> None:
         assert "weight" not in vars(model[0])
         same_gradients(changed, whole, name, at.rank % 2, 2, times=2)
         if name in ("mesh", "copied", "pair"):
-            for key, value in full_state_dict(changed).items():
-                same(value, whole.state_dict()[key], f"{name}: {key}")
+            same_states(full_state_dict(changed), whole.state_dict(), name)
 
 
 @HAS_FSDP2

@@ -89,9 +89,9 @@ def test_what_arrives_lies_as_it_is_read(at: Rank) -> None:
     """What arrives is one tensor [S, batch, heads, size], which nobody brings into another order;
     and such a one is read in place."""
     project, (_, weight) = operands(at, batch=2)
-    made = ficco.ulysses_project(*project, size=4)
-    storage = made[0].untyped_storage()
-    for one in made:  # of two heads of queries, one of keys and one of values
+    arrived = ficco.ulysses_project(*project, size=4)
+    storage = arrived[0].untyped_storage()
+    for one in arrived:  # of two heads of queries, one of keys and one of values
         assert one.stride() == (16, 4, 32, 1)
         assert one.untyped_storage().data_ptr() == storage.data_ptr()
     assert storage.nbytes() == 8 * 32 * 8
@@ -162,14 +162,14 @@ def test_layers(at: Rank) -> None:
         whole.requires_grad_()
         x = whole.detach().chunk(at.world, 1)[at.rank].requires_grad_()
         y, parameters = layer(x, rotated), [*layer.parameters()]
-        of_x, *found = torch.autograd.grad(y, [x, *parameters], grad.chunk(at.world, 1)[at.rank])
+        of_x, *grads = torch.autograd.grad(y, [x, *parameters], grad.chunk(at.world, 1)[at.rank])
         q, k, v = (by_heads(one(whole), 16) for one in (layer.q_proj, layer.k_proj, layer.v_proj))
         out = scaled_dot_product_attention(*rotated(q, k), v, is_causal=True, enable_gqa=True)
         want = layer.o_proj(out.transpose(1, 2).flatten(2))
         of_whole, *wanted = torch.autograd.grad(want, [whole, *parameters], grad)
         for one, other in ((y, want), (of_x, of_whole)):
             torch.testing.assert_close(one, other.chunk(at.world, 1)[at.rank], rtol=0, atol=1e-12)
-        for one, other in zip(found, wanted, strict=True):
+        for one, other in zip(grads, wanted, strict=True):
             torch.distributed.all_reduce(one)  # as data parallelism does
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 

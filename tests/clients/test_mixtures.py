@@ -40,13 +40,13 @@ Case = tuple[str, str, str, str]
 
 def cases() -> list[Case]:
     """Every layer with every wrapper on every group, trained in one way by turns."""
-    found = []
+    mixtures = []
     for turn, case in enumerate(itertools.product(LAYERS, WRAPPERS, GROUPS)):
         # AdamW divides a gradient by its size, and so magnifies what float8 makes of a small one.
         trainer = TRAINERS[turn % (1 if "float8" in case[1] else len(TRAINERS))]
         if case[0] != "styles" or case[2] == "mesh":  # parallelize_module takes a mesh
-            found.append((*case, trainer))
-    return found
+            mixtures.append((*case, trainer))
+    return mixtures
 
 
 OWN, STYLES, PLAIN = ("layers", "gather_once"), ("styles",), ("default", "pair")
@@ -207,7 +207,7 @@ def trained(
     """Outputs of all steps, gradients of the last step, and parameters after it, by name."""
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     kind, lr = {"AdamW": (torch.optim.AdamW, 0.05)}.get(trainer, (torch.optim.SGD, 1.0))
-    optimizer, found, micro = kind(params.values(), lr=lr), {}, 1 + (trainer == "accumulation")
+    optimizer, tensors, micro = kind(params.values(), lr=lr), {}, 1 + (trainer == "accumulation")
     generator, like = torch.Generator().manual_seed(2), model[0].weight
     scales = scaler(like.device.type, init_scale=4.0, enabled=trainer == "scaler")
     for turn in range(STEPS * micro):
@@ -216,7 +216,7 @@ def trained(
             pair[1, 0, 0, 0] = float("inf")  # in the part of one rank
         x, upstream = map(part, pair)
         y = call(x.requires_grad_())  # reentrant checkpoints need an input with a gradient
-        found[f"output {turn}"] = y.detach().clone()
+        tensors[f"output {turn}"] = y.detach().clone()
         if turn % micro == 0:
             optimizer.zero_grad()
         scales.scale((y * upstream).sum()).backward()
@@ -226,7 +226,7 @@ def trained(
             scales.step(optimizer)
             scales.update()
     grads = {f"{name}, gradient": param.grad for name, param in params.items()}
-    return found | grads | {name: param.detach() for name, param in params.items()}
+    return tensors | grads | {name: param.detach() for name, param in params.items()}
 
 
 def part_of(full: torch.Tensor, like: torch.Tensor, rank: int, world: int) -> torch.Tensor:
@@ -272,11 +272,11 @@ def mixed(at: Rank, case: Case) -> None:
         partial(clip_grad_norm_, model),
         partial(nn.utils.clip_grad_norm_, [*whole.parameters()]),
     )
-    found = trained(calls[0], model, trainer, mine, clips[0], ShardedGradScaler)
+    tensors = trained(calls[0], model, trainer, mine, clips[0], ShardedGradScaler)
     want = trained(calls[1], whole, trainer, torch.clone, clips[1], torch.amp.GradScaler)
-    assert list(found) == list(want)
-    for name, got in found.items():
-        local: Any = got.full_tensor() if hasattr(got, "full_tensor") else got
+    assert list(tensors) == list(want)
+    for name, tensor in tensors.items():
+        local: Any = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         wanted = part_of(want[name], local, rank, world)
         error = (local - wanted).norm() / wanted.norm().clamp(min=1e-30)
         assert error <= limit, f"{name}: {error}"

@@ -130,8 +130,8 @@ def pair(
 def test_every_backend_compiled_and_type_checked(
     world: int, config: str, flags: str, step: dict[str, int], tmp_path: Path
 ) -> None:
-    found = pair(world, tmp_path, config, flags, *ALL)
-    assert all(calls(each) == step for each in found)
+    ranks = pair(world, tmp_path, config, flags, *ALL)
+    assert all(calls(each) == step for each in ranks)
 
 
 @pytest.mark.parametrize("backend", [PARTIAL, later(TYPES)])
@@ -157,14 +157,14 @@ def test_a_checkpoint_of_either_is_resumed_by_the_other(tmp_path: Path) -> None:
 @LATER
 def test_pytorchs_fused_operators_can_be_ficcos(tmp_path: Path) -> None:
     # Stock cannot run them on CPUs: it runs the collectives.
-    found = pair(2, tmp_path, "dist_gemm", f"{TWO} {TYPES}", how="symm_mem")
-    assert all(calls(each) == TWICE for each in found)
+    ranks = pair(2, tmp_path, "dist_gemm", f"{TWO} {TYPES}", how="symm_mem")
+    assert all(calls(each) == TWICE for each in ranks)
 
 
 @LATER
 def test_the_pass_runs_in_inductor(tmp_path: Path) -> None:
-    found = pair(2, tmp_path, "fused", f"{TWO} {TYPES} --compile.enable", how="inductor")
-    assert all(each["replaced"] == [9, 4] for each in found)
+    ranks = pair(2, tmp_path, "fused", f"{TWO} {TYPES} --compile.enable", how="inductor")
+    assert all(each["replaced"] == [9, 4] for each in ranks)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by what torchtitan imports
