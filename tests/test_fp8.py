@@ -284,6 +284,13 @@ class Bad:
 
 HALF, TILED, WIDE = torch.bfloat16, {"schedule": "tiled"}, {"out_dtype": torch.float32}
 ones, powers = torch.ones, torch.ones(128).to(torch.float8_e8m0fnu)
+
+
+def casting(*words: str, a: torch.dtype = HALF, b: torch.dtype = E4M3, **changes: Any) -> Bad:
+    """A call that is to cast A."""
+    return Bad(words, {"scale_a": None, "quantize": "row"} | changes, dtypes=(a, b))
+
+
 BAD = (
     Bad(("scale_a", "scale_b", "float8_e4m3fn", "none"), {"scale_a": None, "scale_b": None}),
     Bad(("scale_b", "NoneType", "both"), {"scale_b": None}),
@@ -316,6 +323,20 @@ BAD = (
     ),
     Bad(("tiled", "results of float32", "another schedule"), {**TILED, **WIDE}),
     Bad(("got [16, 1]",), {"scale_a": ones(16, 1)}, operator="all_to_all_matmul"),
+    casting("'row', 'block'", "'tensor'", "pass scale_a", quantize="tensor"),
+    casting("'row', 'block'", "got 1", quantize=1),
+    casting("scale_a: required none", "leave out one", scale_a=ones(8, 1)),
+    casting("scale_b", "NoneType", scale_b=None),
+    casting("scale_b: required [1, 16]", "got [1, 1]", "scale b alike", scale_b=ones(1, 1)),
+    casting("torch.float32", "float16", ".float()", scale_b=ones(1, 16).half()),
+    casting("bfloat16", "float8_e4m3fn", a=E4M3),
+    casting("bfloat16", "float64", a=torch.float64),
+    casting("b of float8", "casts only a_shard", b=HALF),
+    replace(casting("k: required a multiple of 16", "got 24"), kind=INVALID, k=24),
+    replace(
+        casting("not serve return_gathered", "pass scale_a", return_gathered=True), kind=MISSING
+    ),
+    casting("tiled", "that the call casts", "another schedule", schedule="tiled"),
 )
 
 

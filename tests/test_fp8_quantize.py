@@ -18,21 +18,7 @@ import pytest
 import torch
 from cases import compare
 from ranks import Rank, caught, on_ranks, ranks, run
-from test_fp8 import (
-    E4M3,
-    FNUZ,
-    INVALID,
-    MISSING,
-    OPERATORS,
-    VALUE,
-    Operands,
-    ScaledCase,
-    call,
-    drawn,
-    exact,
-    made,
-    schedules,
-)
+from test_fp8 import E4M3, FNUZ, OPERATORS, Operands, ScaledCase, call, drawn, made, schedules
 from test_library import compiled
 from test_operators import SUMS
 
@@ -265,27 +251,6 @@ def test_copies_begin_when_their_piece_is_cast() -> None:
     assert PRODUCTS.ideal(problem, machine) == PRODUCTS.ideal(problem.given, machine)
 
 
-# Bad input.
-
-SCALES = "scale_b: required [1, 16]"
-A, B = torch.ones(8, 32), torch.ones(16, 32).to(E4M3).t()
-#: What is changed of a call, the type of the error, and its words.
-REFUSED: tuple[tuple[dict[str, Any], str, tuple[str, ...]], ...] = (
-    ({"quantize": "tensor"}, VALUE, ("'row', 'block'", "'tensor'", "pass scale_a")),
-    ({"quantize": 1}, VALUE, ("'row', 'block'", "got 1")),
-    ({"scale_a": torch.ones(8, 1)}, VALUE, ("scale_a: required none", "leave out one")),
-    ({"scale_b": None}, VALUE, ("scale_b", "NoneType")),
-    ({"scale_b": torch.ones(1, 1)}, VALUE, (SCALES, "got [1, 1]", "scale b alike")),
-    ({"scale_b": torch.ones(1, 16).half()}, VALUE, ("torch.float32", "float16", ".float()")),
-    ({"a": A.to(E4M3)}, VALUE, ("bfloat16", "float8_e4m3fn")),
-    ({"a": A.double()}, VALUE, ("bfloat16", "float64")),
-    ({"b": B.bfloat16()}, VALUE, ("b of float8", "casts only a_shard")),
-    ({"a": A[:, :24], "b": B[:24]}, INVALID, ("k: required a multiple of 16", "got 24")),
-    ({"return_gathered": True}, MISSING, ("does not serve return_gathered", "pass scale_a")),
-    ({"schedule": "tiled"}, VALUE, ("tiled", "that the call casts", "another schedule")),
-)
-
-
 def test_a_library_on_cpus_writes_contiguous_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch 2.11 writes wrong values on Intel's CPUs if the result's rows are not contiguous."""
     scaled_mm, one = torch._scaled_mm, torch.ones(())
@@ -301,20 +266,6 @@ def test_a_library_on_cpus_writes_contiguous_rows(monkeypatch: pytest.MonkeyPatc
     multiply_scaled(a, b, wide[:, 16:48], (one, one), "tensor")
     assert torch.equal(wide[:, 16:48], a.float() @ b.float())
     assert (wide[:, :16] == -1).all() and (wide[:, 48:] == -1).all()
-
-
-@on_ranks(2)
-def test_what_cannot_be_cast_is_refused(at: Rank) -> None:
-    """The group lives on."""
-    exactly = ScaledCase("matmul_all_reduce", (8, 8), 32, 16, "row")
-    exact(at, exactly, 0)
-    for turn, (changes, kind, words) in enumerate(REFUSED):
-        given = {"quantize": "row", "scale_b": torch.ones(1, 16), "a": A.bfloat16(), "b": B}
-        given |= changes
-        a, b = given.pop("a"), given.pop("b")
-        error = caught(lambda a=a, b=b, given=given: ficco.all_gather_matmul(a, b, **given))
-        assert error.type == kind and all(word in error.text for word in words), error
-        exact(at, exactly, turn)
 
 
 def test_on_a_double_of_hip() -> None:
