@@ -6,6 +6,7 @@ All values are small integers in float32, so that results are compared with no t
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from test_nn import (
     plain,
     refuses,
     same,
+    same_gradients,
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -98,8 +100,6 @@ class Adapter(nn.Module):
 
 
 class Twice(nn.Module):
-    """A parametrization."""
-
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return 2 * weight
 
@@ -109,8 +109,11 @@ def _double_forward(layer: nn.Module) -> None:
     layer.forward = lambda *args: 2 * forward(*args)  # type: ignore[method-assign]
 
 
-def _prune(layer: nn.Module) -> None:
-    prune.custom_from_mask(layer, "weight", torch.eye(*layer.weight.shape).logical_not())
+def _prune(layer: nn.Module, parts: int = 1) -> None:
+    """Remove a diagonal of each part of a weight."""
+    rows, cols = layer.weight.shape
+    mask = torch.eye(rows // parts, cols).repeat(parts, 1).logical_not()
+    prune.custom_from_mask(layer, "weight", mask)
 
 
 #: Changes of a layer that its own call sees.
@@ -125,20 +128,14 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 def _gathered_once(at: Rank) -> None:
     """A layer that was changed is called; one whose call changes its input gathers for itself."""
-    x, grads = (
-        integers(SEQUENCE, HIDDEN, seed=3),
-        [integers(SEQUENCE, WIDE, seed=s) for s in (4, 5)],
-    )
+    x = integers(SEQUENCE, HIDDEN, seed=3)
+    grads = [integers(SEQUENCE, WIDE, seed=seed) for seed in (4, 5)]
     for name, change in CHANGES.items():
         wholes = [linear(HIDDEN, WIDE, seed) for seed in (1, 2)]
         layers = [ColumnParallelLinear.from_linear(each) for each in wholes]
         mine, whole = part(x, at, 0).requires_grad_(), x.clone().requires_grad_()
         change(layers[1])
-        if name == "pruning":  # of parts, each of which has a diagonal
-            eye = torch.eye(WIDE // at.world, HIDDEN).repeat(at.world, 1)
-            prune.custom_from_mask(wholes[1], "weight", eye.logical_not())
-        else:
-            change(wholes[1])
+        (partial(_prune, parts=at.world) if name == "pruning" else change)(wholes[1])
         with counted() as counts:
             outs = gather_once(mine, *layers)
         assert counts["all_gather_matmul"] == (1 if name == "forward hook" else 2), name
@@ -148,8 +145,7 @@ def _gathered_once(at: Rank) -> None:
         torch.autograd.backward(outs, [part(grad, at, 1) for grad in grads])
         torch.autograd.backward(wanted, grads)
         same(mine.grad, part(whole.grad, at, 0), f"{name}: gradient of x")
-        for one, other in zip(layers[1].parameters(), wholes[1].parameters(), strict=True):
-            same(one.grad, part(other.grad, at, 0), f"{name}: gradient of a parameter")
+        same_gradients(layers[1], wholes[1], name, at.rank, at.world)
         assert not hasattr(mine, "_ficco_shared")
 
 
@@ -165,7 +161,6 @@ def _hook_of_one_rank(at: Rank) -> None:
 
 
 def _changed_projections(at: Rank) -> None:
-    """Attention by heads calls projections that were changed."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
@@ -175,9 +170,8 @@ def _changed_projections(at: Rank) -> None:
     names = "q_proj", "k_proj", "v_proj", "o_proj"
     for turn, change in enumerate(("adapter", *CHANGES) * 2):
         layer = UlyssesAttention(6, 4, (2, 4)[turn % 2], size=3, bias=True)
-        with torch.no_grad():
-            for seed, param in enumerate(layer.parameters()):
-                param.copy_(integers(*param.shape, seed=seed, most=1))
+        for seed, param in enumerate(layer.parameters()):
+            param.data.copy_(integers(*param.shape, seed=seed, most=1))
         changed = [names[turn % 4]] if turn < len(names) else names
         for which in changed:
             projection = getattr(layer, which)
@@ -186,25 +180,23 @@ def _changed_projections(at: Rank) -> None:
             else:
                 CHANGES[change](projection)
         whole, mine = x.clone().requires_grad_(), part(x, at, 1).requires_grad_()
-        q, k, v = (
-            getattr(layer, name)(whole).unflatten(-1, (-1, 3)).transpose(1, 2) for name in names[:3]
+        heads = [getattr(layer, name)(whole).unflatten(-1, (-1, 3)) for name in names[:3]]
+        want = layer.o_proj(
+            attend(*(one.transpose(1, 2) for one in heads)).transpose(1, 2).flatten(2)
         )
-        want = layer.o_proj(attend(q, k, v).transpose(1, 2).flatten(2))
-        out = layer(mine, attend=attend)
-        about = f"{changed}, {change}"
+        out, about = layer(mine, attend=attend), f"{changed}, {change}"
         same(out, part(want, at, 1), about)
         params = [each for each in layer.parameters() if each.requires_grad]
         grad = integers(*want.shape, seed=10, most=1)
-        wanted = torch.autograd.grad(want, [whole, *params], grad)
-        found = torch.autograd.grad(out, [mine, *params], part(grad, at, 1))
-        same(found[0], part(wanted[0], at, 1), f"{about}: gradient of x")
-        for own, all_of_it in zip(found[1:], wanted[1:], strict=True):
+        of_whole, *wanted = torch.autograd.grad(want, [whole, *params], grad)
+        of_mine, *found = torch.autograd.grad(out, [mine, *params], part(grad, at, 1))
+        same(of_mine, part(of_whole, at, 1), f"{about}: gradient of x")
+        for own, all_of_it in zip(found, wanted, strict=True):
             dist.all_reduce(own)
             same(own, all_of_it, f"{about}: gradient of a parameter")
 
 
 def halves(layer: Any, inner: Callable[[torch.Tensor], torch.Tensor] = plain) -> None:
-    """Give a layer a weight that is multiplied by a kernel of its own."""
     layer.weight = nn.Parameter(Doubled(inner(layer.weight.detach())), False)
 
 
@@ -231,17 +223,16 @@ def test_weights_with_kernels_of_their_own_are_multiplied_by_them(at: Rank) -> N
             y.backward(part(grad, at, 1))
             of_x = grad @ (2 * down.weight) @ (2 * up.weight)
             same(mine.grad, part(of_x, at, 1), "gradient of x")
-        for layout in (Shard(1), Replicate()):
-            for inner in (plain, lambda weight: weight):  # a weight of parts, or of DTensors
-                model, sharded = copy.deepcopy(whole), layout == Shard(1)
-                columns = ColwiseParallel(input_layouts=layout)
-                rows = RowwiseParallel(output_layouts=layout)
-                parallelize_module(model, mesh, {"0": columns, "1": rows})
-                halves(model[0], inner)
-                halves(model[1], inner)
-                assert isinstance(model[0].weight.half, DTensor) == (inner is not plain)
-                y = model(part(x, at, 1) if sharded else x)
-                same(y, part(want, at, 1) if sharded else want, f"styles, {layout}, {inner}")
+        inners = plain, lambda weight: weight  # a weight of parts, or of DTensors
+        for layout, inner in itertools.product((Shard(1), Replicate()), inners):
+            model, cut = copy.deepcopy(whole), part if layout == Shard(1) else lambda x, at, dim: x
+            columns = ColwiseParallel(input_layouts=layout)
+            rows = RowwiseParallel(output_layouts=layout)
+            parallelize_module(model, mesh, {"0": columns, "1": rows})
+            for layer in model:
+                halves(layer, inner)
+            assert isinstance(model[0].weight.half, DTensor) == (inner is not plain)
+            same(model(cut(x, at, 1)), cut(want, at, 1), f"styles, {layout}, {inner}")
 
 
 def _refused(at: Rank) -> None:
@@ -253,19 +244,16 @@ def _refused(at: Rank) -> None:
     rows = "rows: required None", lambda: column(torch.ones(4, HIDDEN), rows=[4, 4])
     refuses(rows, kind="NotImplementedError")
     mesh = DeviceMesh(at.device.type, list(reversed(range(at.world))))
-    falling = (
-        lambda: parallelize_module(nn.Linear(8, 8), mesh, RowwiseParallel()),
-        lambda: parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel()),
-        lambda: ColumnParallelLinear(8, 8, group=mesh),
-        lambda: ficco.all_gather_matmul(x, torch.ones(8, 3), group=mesh),
-        lambda: UlyssesAttention(8, 4, group=mesh),
-        lambda: parallel.sum_gradient(x, mesh),
-    )
     order = "required a DeviceMesh with its ranks in rising order"
     refuses(
         ("whose weight is a Doubled", lambda: ColumnParallelLinear.from_linear(source)),
         ("share equally, got 5", lambda: row(torch.ones(5, WIDE // 2))),
-        *((order, call) for call in falling),
+        (order, lambda: parallelize_module(nn.Linear(8, 8), mesh, RowwiseParallel())),
+        (order, lambda: parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())),
+        (order, lambda: ColumnParallelLinear(8, 8, group=mesh)),
+        (order, lambda: ficco.all_gather_matmul(x, torch.ones(8, 3), group=mesh)),
+        (order, lambda: UlyssesAttention(8, 4, group=mesh)),
+        (order, lambda: parallel.sum_gradient(x, mesh)),
     )
 
 
@@ -305,33 +293,28 @@ def _sharded_by_fsdp(at: Rank) -> None:
 def _changed_in_place(at: Rank) -> None:
     """Outputs are no views: they may be changed in place, also under ``fully_shard``."""
     data = init_device_mesh(at.device.type, (1, at.world), mesh_dim_names=("dp", "tp"))
+    weight = integers(WIDE, HIDDEN, seed=2).requires_grad_()
     for shape in ((3, SEQUENCE, HIDDEN), (SEQUENCE, HIDDEN)):
         dim, x = len(shape) - 2, integers(*shape, seed=1)
-        wide, weight = integers(*shape[:-1], WIDE, seed=1), integers(WIDE, HIDDEN, seed=2)
-        weight.requires_grad_()
-        calls: dict[str, tuple[Any, torch.Tensor]] = {
-            "copied_linear": (partial(parallel.copied_linear, weight=weight), x),
-            "reduced_linear": (partial(parallel.reduced_linear, weight=weight), x),
-        }
+        functions = parallel.copied_linear, parallel.reduced_linear
+        calls: dict[str, Any] = {each.__name__: partial(each, weight=weight) for each in functions}
         for group in (None, data["tp"]):
             where: dict[str, Any] = {"bias": False, "group": group, "sequence_dim": dim}
             column, other = (ColumnParallelLinear(HIDDEN, WIDE, **where) for _ in range(2))
-            row = RowParallelLinear(WIDE * at.world, HIDDEN, **where)
-            if group is not None:
-                for layer in (column, row, other):
-                    fully_shard(layer, mesh=data["dp"])
-            calls |= {f"column, {group}": (column, x), f"row, {group}": (row, wide)}
-            calls[f"gather_once, {group}"] = lambda x, c=column, o=other: gather_once(x, o, c)[1], x
-        for layout in (Replicate(), Shard(dim)):
-            up, down = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
-            parallelize_module(up, data["tp"], ColwiseParallel(input_layouts=layout))
-            inputs = {"input_layouts": Replicate(), "output_layouts": layout}
-            parallelize_module(down, data["tp"], RowwiseParallel(**inputs))
-            for style, layer in (("Colwise", up), ("Rowwise", down)):
+            row = RowParallelLinear(HIDDEN * at.world, HIDDEN, **where)
+            for layer in (column, row, other) if group is not None else ():
                 fully_shard(layer, mesh=data["dp"])
-                calls[f"{style}, {layout}"] = layer, x
-        for name, (call, operand) in calls.items():
-            operand = operand.clone().requires_grad_()
+            calls |= {f"column, {group}": column, f"row, {group}": row}
+            calls[f"gather_once, {group}"] = lambda x, c=column, o=other: gather_once(x, o, c)[1]
+        for layout in (Replicate(), Shard(dim)):
+            columns = ColwiseParallel(input_layouts=layout)
+            rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
+            for style in (columns, rows):
+                layer = nn.Linear(HIDDEN, HIDDEN, bias=False)
+                parallelize_module(layer, data["tp"], style)
+                calls[f"{style}, {layout}"] = fully_shard(layer, mesh=data["dp"])
+        for name, call in calls.items():
+            operand = x.clone().requires_grad_()
             y = call(operand)
             assert not y._is_view(), f"{name} of {shape}"
             want = y.detach() + 1

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -31,8 +32,9 @@ from ficco.compute.scaled import _padded, lacking_on_cuda, lacking_on_hip
 from ficco.heuristics import decide
 from ficco.machine import find
 from ficco.ops.operands import Scales, plain_scales
+from ficco.plan import Transfer
 from ficco.problems.products import Problem
-from ficco.problems.scaling import RECIPES, Scaling
+from ficco.problems.scaling import CASTS, RECIPES, Scaling
 from ficco.proof import check
 from ficco.schedules import Schedule, StagingTooSmall, plans
 from ficco.schedules.build import TILED_RECIPES
@@ -105,27 +107,20 @@ def made(case: ScaledCase, at: Rank, iteration: int) -> tuple[Operands, torch.Te
     """A rank's operands, and its result."""
     everyone = [operands(case, r, iteration, at.device) for r in range(len(case.rows))]
     mine, out = everyone[at.rank], case.out or torch.bfloat16
-
-    def product(a: torch.Tensor, one: Operands) -> torch.Tensor:
-        bias = one.scales["bias"].double() if case.bias else 0.0
-        return (a @ one.wide_b + bias).to(out)
-
     if case.replicated:
         mine.scales["scale_a"] = torch.cat([one.scales["scale_a"] for one in everyone])
-    if case.operator in SUMS:
-        total = torch.zeros(sum(case.rows), case.n, device=at.device)
-        for one in everyone:
-            total += product(one.wide_a, one)
-        if case.operator == "matmul_reduce_scatter":
-            total = total.split(case.rows)[at.rank]
-        return mine, total.to(out)
-    blocks = [one.wide_a for one in everyone]
-    if case.operator in BLOCKS:
-        blocks = [a.split(case.rows[peer])[at.rank] for peer, a in enumerate(blocks)]
-    if case.operator != "matmul_all_to_all":
-        return mine, product(torch.cat(blocks), mine)
-    parts = [product(block, one) for block, one in zip(blocks, everyone, strict=True)]
-    return mine, torch.cat(parts)
+    every = []
+    for one in everyone:
+        a, b = one.wide_a, one.wide_b
+        if case.bias:  # one more column of A and row of B
+            a = torch.cat([a, a.new_ones(len(a), 1)], 1)
+            b = torch.cat([b, one.scales["bias"][None]])
+        if case.operator in SUMS:  # of products that are rounded
+            a, b = (a @ b).to(out).double(), torch.eye(case.n, dtype=b.dtype, device=b.device)
+        every.append([a, b])
+    asked = subjects.Case(case.rows, (case.k, case.n))
+    (result,) = SUBJECTS[case.operator].together(asked, every, iteration)[at.rank]
+    return mine, result.to(out)
 
 
 def exact(at: Rank, case: ScaledCase, iteration: int, **more: Any) -> None:
@@ -156,8 +151,7 @@ def every_schedule(operator: str, world: int, device: str, some: int) -> list[Sc
 def drawn(
     chance: random.Random, operator: str, world: int, device: str, schedule: str
 ) -> ScaledCase:
-    tiled = schedule.startswith("tiled")
-    recipe = chance.choice(TILED_RECIPES if tiled else SERVED)
+    recipe = chance.choice(SERVED)
     kind = chance.choice(("equal", "ragged", "few", "sparse"))
     if recipe == "block" and device != "cpu":  # multiples of four rows
         kind = "equal"
@@ -166,7 +160,7 @@ def drawn(
         dtypes = DTYPES[0]
     out, bias = chance.choice((None, torch.bfloat16, torch.float16)), chance.random() < 0.3
     rounds = operator in SUMS and ("collective" in schedule or schedule == "auto")
-    if rounds or chance.random() < 0.2 and not tiled:
+    if rounds or chance.random() < 0.2:
         out, bias = torch.float32, False  # collectives, which auto may take, round every sum
     replicated = operator == "all_gather_matmul" and recipe != "tensor" and chance.random() < 0.3
     sizes = (256, 400)[: 2 if device == "cpu" else 1] if recipe == "block" else (16, 48, 144)
@@ -177,20 +171,19 @@ def drawn(
 
 @ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_every_schedule_is_exact(device: str, operator: str, world: int) -> None:
+@on_ranks()
+def test_every_schedule_is_exact(at: Rank, operator: str) -> None:
     """In other dtypes than the contract has, with biases and factors of all rows."""
-    cases = every_schedule(operator, world, device, some=3)
-    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
+    all_exact(at, every_schedule(operator, at.world, at.device.type, some=3))
 
 
 @ranks(2)
-def test_rows_that_wait_or_tell_have_their_factors(device: str, world: int) -> None:
+@on_ranks()
+def test_rows_that_wait_or_tell_have_their_factors(at: Rank) -> None:
     """Products of each recipe, cut by the signals of two pieces."""
-    cases = [
-        ScaledCase(operator, rows_for(operator, world, "equal"), 48, 16, recipe, "tiled:pieces=2")
-        for operator, recipe in product(OPERATORS, TILED_RECIPES)
-    ]
-    assert run(world, all_exact, cases, device=device) == [len(cases)] * world
+    for iteration, (operator, recipe) in enumerate(product(OPERATORS, TILED_RECIPES)):
+        rows = rows_for(operator, at.world, "equal")
+        exact(at, ScaledCase(operator, rows, 48, 16, recipe, "tiled:pieces=2"), iteration)
 
 
 @ranks(3)
@@ -205,57 +198,27 @@ def test_memory_keeps_to_its_cap(at: Rank) -> None:
             exact(at, case.on(bias=True), iteration)
 
 
-# One factor for all rows of a rank.
-
-
-@on_ranks(4)
-def test_each_shard_has_its_own_factor(at: Rank) -> None:
-    """Where ranks scaled their shards differently, one factor for all is wrong without a word."""
-    for schedule in ("serial", "serial:collective", "growing", "uniform-fused-1d:pull", "auto"):
-        case = ScaledCase("all_gather_matmul", (16,) * at.world, 32, 16, "tensor", schedule)
-        given, _ = made(case, at, at.rank)
-        shards = [operands(case, rank, 0, at.device).a for rank in range(at.world)]
-        factors = 2.0 ** torch.arange(at.world, device=at.device)
-        given.a, given.scales["scale_a"] = shards[at.rank], factors[at.rank]
-        found, gathered = call(case, given), torch.cat(shards).double()
-        right, wrong = (
-            (gathered * rows @ given.wide_b).bfloat16()
-            for rows in (factors.repeat_interleave(16)[:, None], factors[at.rank])
-        )
-        assert torch.equal(found, right) and not torch.equal(found, wrong), schedule
-
-
 # Against PyTorch's own product of the whole.
-
-
-def _as_whole(at: Rank, operator: str, recipe: str, schedule: str) -> None:
-    """Random operands, whose products round: pieces of rows are those of the whole, bit by bit."""
-    torch.manual_seed(0)
-    world, m, k, n = at.world, 32 * at.world, 64, 48
-    a = [torch.randn(m, k).to(E4M3) for _ in range(world)]
-    b = torch.randn(n, k).to(E4M3).t()
-    count = {"tensor": (1, 1), "row": (m, n)}[recipe]
-    of_a, of_b = torch.rand(count[0], 1), torch.rand(1, count[1])
-    bias = torch.randn(n).bfloat16()
-    how = {"bias": bias, "out_dtype": torch.bfloat16}
-    products = [torch._scaled_mm(one, b, of_a, of_b, **how) for one in a]
-    mine = slice(at.rank * 32, at.rank * 32 + 32)
-    scales: dict[str, Any] = {"scale_b": of_b, "schedule": schedule, **how}
-    if operator == "all_gather_matmul":
-        own = of_a[mine] if recipe == "row" else of_a
-        found = ficco.all_gather_matmul(a[0][mine], b, scale_a=own, **scales)
-        assert torch.equal(found, products[0])
-        return
-    found = getattr(ficco, operator)(a[at.rank], b, scale_a=of_a, **scales)
-    right = sum((one.float() for one in products), torch.zeros(m, n))
-    assert torch.equal(found, (right[mine] if "scatter" in operator else right).bfloat16())
 
 
 @on_ranks(2)
 def test_pieces_are_those_of_the_whole(at: Rank) -> None:
-    names = "serial", "growing", "hetero-fused-1d:pieces=4,tail=2", "uniform-fused-1d"
-    for how in product(("all_gather_matmul", *SUMS), ("tensor", "row"), names):
-        _as_whole(at, *how)
+    """Random operands, whose products round: pieces of rows are those of the whole, bit by bit."""
+    torch.manual_seed(0)
+    world, m, k, n = at.world, 32 * at.world, 64, 48
+    a, b = torch.randn(world, m, k).to(E4M3), torch.randn(n, k).to(E4M3).t()
+    mine, how = slice(at.rank * 32, at.rank * 32 + 32), {"bias": torch.randn(n).bfloat16()}
+    for of_a, of_b in ((torch.rand(1, 1), torch.rand(1, 1)), (torch.rand(m, 1), torch.rand(1, n))):
+        products = [torch._scaled_mm(x, b, of_a, of_b, out_dtype=torch.bfloat16, **how) for x in a]
+        total = torch.stack(products).sum(0, dtype=torch.float32).bfloat16()
+        for name in ("serial", "growing", "hetero-fused-1d:pieces=4,tail=2", "uniform-fused-1d"):
+            scales: dict[str, Any] = {"scale_b": of_b, "schedule": name, **how}
+            own = of_a[mine] if len(of_a) > 1 else of_a
+            found = ficco.all_gather_matmul(a[0][mine], b, scale_a=own, **scales)
+            assert torch.equal(found, products[0])
+            scales["scale_a"] = of_a
+            assert torch.equal(ficco.matmul_all_reduce(a[at.rank], b, **scales), total)
+            assert torch.equal(ficco.matmul_reduce_scatter(a[at.rank], b, **scales), total[mine])
 
 
 @on_ranks(2)
@@ -319,15 +282,21 @@ class Bad:
     row_major: bool = False
 
 
-HALF = torch.bfloat16
-ones = torch.ones
+HALF, TILED, WIDE = torch.bfloat16, {"schedule": "tiled"}, {"out_dtype": torch.float32}
+ones, powers = torch.ones, torch.ones(128).to(torch.float8_e8m0fnu)
+
+
+def casting(*words: str, a: torch.dtype = HALF, b: torch.dtype = E4M3, **changes: Any) -> Bad:
+    """A call that is to cast A."""
+    return Bad(words, {"scale_a": None, "quantize": "row"} | changes, dtypes=(a, b))
+
+
 BAD = (
     Bad(("scale_a", "scale_b", "float8_e4m3fn", "none"), {"scale_a": None, "scale_b": None}),
     Bad(("scale_b", "NoneType", "both"), {"scale_b": None}),
     Bad(("scale_a", "float", "both"), {"scale_a": 1.0}),
     Bad(
-        ("scale_a, scale_b", "torch.float32", "torch.bfloat16", ".float()"),
-        {"scale_a": ones(8, 1, dtype=HALF)},
+        ("scale_a, scale_b", "torch.float32", "float16", ".float()"), {"scale_a": ones(8, 1).half()}
     ),
     Bad(("[8, 1] and [1, 16]", "[16, 1] and [1, 16]", "got [9, 1]"), {"scale_a": ones(9, 1)}),
     Bad(("got [8] and",), {"scale_a": ones(8)}),
@@ -338,32 +307,36 @@ BAD = (
     Bad(("operands of float8", "bfloat16", "quantize"), {}, dtypes=(E4M3, HALF)),
     Bad(("operands of float8", "bfloat16", "leave the scales out"), {}, dtypes=(HALF, HALF)),
     Bad(("one family", "float8_e4m3fn", "float8_e4m3fnuz"), {}, dtypes=(E4M3, FNUZ)),
-    Bad(
-        ("bias", "float32", "bfloat16 or float16"),
-        {"bias": ones(16, dtype=HALF), "out_dtype": torch.float32},
-    ),
+    Bad(("bias", "float32", "bfloat16 or float16"), {"bias": ones(16, dtype=HALF), **WIDE}),
     Bad(("bias", "[16]", "torch.float32"), {"bias": ones(16)}),
     Bad(("bias", "[16]", "[8]"), {"bias": ones(8, dtype=HALF)}),
     Bad(("out_dtype", "bfloat16, float16, float32", "float8"), {"out_dtype": E4M3}),
     Bad(("out_dtype", "'bfloat16'"), {"out_dtype": "bfloat16"}),
     Bad(("use_fast_accum", "True or False"), {"use_fast_accum": 1}),
-    Bad(
-        ("mxfp8", "sm_100 or gfx950"),
-        dict.fromkeys(("scale_a", "scale_b"), ones(128).to(torch.float8_e8m0fnu)),
-        MISSING,
-    ),
+    Bad(("mxfp8", "sm_100 or gfx950"), {"scale_a": powers, "scale_b": powers}, MISSING),
     Bad(("beta", "float8", "another schedule"), {"schedule": "growing:beta"}, operator=SUMS[0]),
     Bad(("ring", "float8", "another schedule"), {"schedule": "ring"}, operator=SUMS[0]),
     Bad(
         ("tiled", "scaled by block", "another schedule"),
-        {"schedule": "tiled", "scale_a": ones(8, 2), "scale_b": ones(2, 1)},
+        {**TILED, "scale_a": ones(8, 2), "scale_b": ones(2, 1)},
         k=256,
     ),
-    Bad(
-        ("tiled", "results of float32", "another schedule"),
-        {"schedule": "tiled", "out_dtype": torch.float32},
-    ),
+    Bad(("tiled", "results of float32", "another schedule"), {**TILED, **WIDE}),
     Bad(("got [16, 1]",), {"scale_a": ones(16, 1)}, operator="all_to_all_matmul"),
+    casting("'row', 'block'", "'tensor'", "pass scale_a", quantize="tensor"),
+    casting("'row', 'block'", "got 1", quantize=1),
+    casting("scale_a: required none", "leave out one", scale_a=ones(8, 1)),
+    casting("scale_b", "NoneType", scale_b=None),
+    casting("scale_b: required [1, 16]", "got [1, 1]", "scale b alike", scale_b=ones(1, 1)),
+    casting("torch.float32", "float16", ".float()", scale_b=ones(1, 16).half()),
+    casting("bfloat16", "float8_e4m3fn", a=E4M3),
+    casting("bfloat16", "float64", a=torch.float64),
+    casting("b of float8", "casts only a_shard", b=HALF),
+    replace(casting("k: required a multiple of 16", "got 24"), kind=INVALID, k=24),
+    replace(
+        casting("not serve return_gathered", "pass scale_a", return_gathered=True), kind=MISSING
+    ),
+    casting("tiled", "that the call casts", "another schedule", schedule="tiled"),
 )
 
 
@@ -382,61 +355,43 @@ def _refused(at: Rank) -> list[Any]:
         exact(at, good, len(errors))
         errors.append(caught(lambda: getattr(ficco, bad.operator)(a, b, **given)))  # noqa: B023
     exact(at, good, 1)
+    # A call that was served before does not serve one whose b lies row by row.
+    given, _ = made(good, at, 1)
+    given.b = given.b.contiguous()
+    errors.append(caught(lambda: call(good, given)))
     return [(error.type, error.text) for error in errors]
 
 
 def test_wrong_arguments_are_refused(device: str) -> None:
     first, second = run(2, _refused, device=device)
     assert first == second
-    for bad, (kind, text) in zip(BAD, first, strict=True):
+    for bad, (kind, text) in zip((*BAD, Bad(("b: required columns",), {})), first, strict=True):
         assert kind == bad.kind and all(word in text for word in bad.words), (bad.words, text)
 
 
-def _order_of_b(at: Rank) -> str:
-    """A call that was served before does not serve one whose b lies row by row."""
-    case = ScaledCase("matmul_all_reduce", (8, 8), 32, 16, "row")
-    exact(at, case, 0)
-    given, _ = made(case, at, 0)
-    given.b = given.b.contiguous()
-    return str(caught(lambda: call(case, given)).text)
-
-
-def test_another_order_in_memory_is_another_call(device: str) -> None:
-    assert all("b: required columns" in text for text in run(2, _order_of_b, device=device))
-
-
-def _unlike(at: Rank) -> str:
-    """Ranks that scale otherwise."""
+@on_ranks(2)
+def test_ranks_that_scale_otherwise_disagree(at: Rank) -> None:
     recipe = ("row", "tensor")[at.rank]
     given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, recipe), at, 0)
     error = caught(lambda: ficco.all_gather_matmul(given.a, given.b, **given.scales))
     at.barrier()
     ficco.close()
-    return f"{error.type} {error.text}"
-
-
-def test_ranks_that_scale_otherwise_disagree(device: str) -> None:
-    for text in run(2, _unlike, device=device):
-        assert text.startswith("RankMismatch") and "by row" in text and "by tensor" in text
+    assert error.type == "RankMismatch" and "by row" in error.text and "by tensor" in error.text
 
 
 @on_ranks(2)
 def test_gradients_are_refused(at: Rank) -> None:
     """Gradients, of real and of fake operands; autocast does not drop scales."""
     given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row"), at, 0)
+    call = partial(ficco.all_gather_matmul, given.a, given.b)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        error = caught(lambda: ficco.all_gather_matmul(given.a, given.b))
-    assert "scale_a, scale_b: required" in error.text
+        assert "scale_a, scale_b: required" in caught(call).text
     given.scales["scale_a"].requires_grad_()
-
-    def call() -> Any:
-        return ficco.all_gather_matmul(given.a, given.b, **given.scales)
-
-    errors = [caught(call)]
+    errors = [caught(partial(call, **given.scales))]
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        errors.append(caught(call))
+        errors.append(caught(partial(call, **given.scales)))
     with torch.no_grad():
-        call()
+        call(**given.scales)
     for error in errors:
         assert error.type == MISSING and "scale_a" in error.text and "no gradient" in error.text
 
@@ -525,16 +480,15 @@ def _on_hip(at: Rank, cases: Sequence[ScaledCase]) -> str:
 
 def test_on_a_double_of_hip() -> None:
     """gfx942's own float8, for the engine, its copies and its signals; and no other."""
-    chance = random.Random(3)
+    kinds = ("tensor", ""), ("row", ""), ("row", "replicated")
+    names = "serial", "growing", "hetero-fused-1d:pieces=3,pull", "uniform-fused-2d:tail=2"
     cases = [
-        drawn(chance, operator, 4, "cpu", name).on(
-            recipe=chance.choice(("tensor", "row")), k=48, out=None, dtypes=(FNUZ, FNUZ)
+        ScaledCase(operator, rows_for(operator, 4, "ragged"), 48, 48, recipe, name).on(
+            dtypes=(FNUZ, FNUZ), bias=recipe == "row", replicated=kind == "replicated"
         )
-        for operator in OPERATORS
-        for name in schedules(operator)[chance.randrange(27) :: 27]
-        if "kernel" not in name and not (operator in SUMS and "collective" in name)
+        for operator, (recipe, kind), name in product(OPERATORS, kinds, names)
+        if operator == "all_gather_matmul" or not kind
     ]
-    cases = [case.on(replicated=case.replicated and case.recipe == "row") for case in cases]
     texts = hip_ranks.run(4, _on_hip, cases, timeout=120)
     assert all("gfx942 multiplies float8_e4m3fnuz" in text for text in texts), texts
 
@@ -542,17 +496,20 @@ def test_on_a_double_of_hip() -> None:
 # Plans.
 
 
+@pytest.mark.parametrize("source", ["", "bfloat16"], ids=["as they are", "cast"])
 @given(data=st.data())
-def test_plans_with_factors_are_proven(data: st.DataObject) -> None:
-    """Whatever the recipe, the rows and the cuts: pieces begin where factors may."""
+def test_plans_with_factors_are_proven(source: str, data: st.DataObject) -> None:
+    """Whatever the recipe, the rows and the cuts: pieces begin where factors may, and each element
+    of A is cast once if the call casts."""
     chance = data.draw(st.randoms(use_true_random=False))
     operator, world = chance.choice(OPERATORS), chance.randint(1, 4)
     name = chance.choice([one for one in schedules(operator) if one != "auto"])
-    recipe = chance.choice(SERVED)
+    recipe = chance.choice(CASTS if source else SERVED)
     rules, dtype = RECIPES[recipe], "float8_e4m3fn"
     replicated = operator == "all_gather_matmul" and recipe != "tensor" and chance.random() < 0.3
-    scaling = Scaling(recipe, dtype, bias=chance.random() < 0.5, replicated=replicated)
-    n, k = (16 * chance.randint(1, 40) for _ in range(2))
+    more = {"bias": chance.random() < 0.5, "replicated": replicated and not source}
+    scaling = Scaling(recipe, dtype, source=source, **more)
+    n, k = 16 * chance.randint(1, 40), 16 * chance.randint(0 if source else 1, 40)
     sizes = [[chance.randrange(60) for _ in range(world)] for _ in range(world)]
     if operator in BLOCKS:
         problem = Problem.of_blocks(operator, sizes, n, k, dtype, scaling=scaling)
@@ -563,7 +520,10 @@ def test_plans_with_factors_are_proven(data: st.DataObject) -> None:
         check(plans(problem, schedule, cap))  # as a ring, if need be
     found = plans(problem, schedule)
     check(found)
-    for plan in found:
+    for rank, plan in enumerate(found):
+        work = [step.work for step in plan.steps if isinstance(step.work, Transfer)]
+        cast = sum(one.dst.elements for one in work if one.factors is not None)
+        assert cast == (problem.left_rows(rank) * k if source else 0)
         for step in plan.steps:
             for one in step.products:
                 assert one.b.row % rules.cols == 0 and one.b.col % rules.cols == 0

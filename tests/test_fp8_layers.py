@@ -1,4 +1,4 @@
-"""Layers of float8: exact forward and backward, traced, and trained as the unsharded.
+"""Layers of float8: exact forward and backward, and traced.
 
 Integers up to 16 are exact in e4m3 by scales that are powers of two, and up to 8 in e5m2. Integers
 up to 40 in magnitude are rounded by the cast, and their sums are exact in float32, so that results
@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from ranks import Rank, caught, counted, on_ranks, ranks, run
-from test_nn import as_unsharded, integers, mesh_of, part, plain, refuses, same
+from test_library import compiled
+from test_nn import integers, mesh_of, part, plain, refuses, same
+from test_nn import linear as exact_linear
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import ficco
@@ -33,7 +33,6 @@ from ficco.nn import (
     RowwiseParallel,
     copied_linear,
     copied_linears,
-    gather_once,
     gathered_linears,
     reduced_linear,
     scattered_linear,
@@ -84,40 +83,6 @@ def sparse(*shape: int, seed: int, every: int = 1) -> torch.Tensor:
     return values * (torch.randint(0, every, shape, generator=generator) == 0)
 
 
-class Gated(nn.Module):
-    """Column and row layers behind one another, with functions between them that keep integers.
-    Features are multiples of 16 on each of two ranks; a block is cut short."""
-
-    def __init__(self, up: nn.Module, gate: nn.Module, down: nn.Module) -> None:
-        super().__init__()
-        self.up, self.gate, self.down = up, gate, down
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        layers = self.up, self.gate
-        over_ranks = isinstance(self.up, ColumnParallelLinear)
-        one, two = gather_once(x, *layers) if over_ranks else [layer(x) for layer in layers]
-        return self.down(one.clamp(-2, 2) + two.clamp(-2, 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("forward", SCALINGS)
-@on_ranks(2)
-def test_layers_are_exact(at: Rank, forward: str) -> None:
-    where: dict[str, Any] = {"device": at.device, "dtype": torch.bfloat16}
-    whole = Gated(*(nn.Linear(*sizes, **where) for sizes in ((160, 288), (160, 288), (288, 160))))
-    with torch.no_grad():
-        for seed, param in enumerate(whole.parameters()):
-            every = 16 if param.dim() > 1 else 1
-            param.copy_(sparse(*param.shape, seed=seed, every=every))
-    x, grad = (sparse(16, 160, seed=seed).to(**where) for seed in (7, 8))
-    schedules = ("auto", "hetero-fused-1d:pieces=2") * 2
-    for gradient, schedule in zip((*SCALINGS, None), schedules, strict=True):
-        how: dict[str, Any] = {"recipe": Float8Recipe(forward, gradient), "schedule": schedule}
-        columns = [ColumnParallelLinear.from_linear(one, **how) for one in (whole.up, whole.gate)]
-        model = Gated(*columns, RowParallelLinear.from_linear(whole.down, **how))
-        as_unsharded(at, model, whole, x, grad, partial(part, at=at, dim=0), f"{how}")
-
-
 #: Of the gradient's columns half are large, and meet zeros of the weight. By a factor for each row
 #: the others vanish, by one for all they are rounded to e5m2, by blocks they stay what they are.
 LARGE, SMALL = 2.0**12, 1.125 * 2.0**-7
@@ -130,19 +95,19 @@ def test_gradients_have_a_scaling_of_their_own(at: Rank) -> None:
     weight, grad = torch.ones(256, 16), torch.full((4, 256), LARGE)
     weight[:128], grad[:, 128:] = 0, SMALL
     for forward, gradient in itertools.product(SCALINGS, OF_X):
-        how: dict[str, Any] = {"recipe": Float8Recipe(forward, gradient)}
-        several: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
-            "gathered": (lambda x, how=how: gathered_linears(x, (weight,), (None,), **how)[0], 2),
-            "scattered": (partial(scattered_linear, weight=weight, **how), 1),
-            "reduced": (partial(reduced_linear, weight=weight, **how), 1),
-            "copied": (partial(copied_linear, weight=weight, **how), 2),
-            "partial": (lambda x, how=how: partial_linear(x, weight, None, how["recipe"]), 1),
+        recipe = Float8Recipe(forward, gradient)
+        several: dict[str, tuple[Callable[..., Any], int]] = {
+            "gathered": (lambda x, **how: gathered_linears(x, (weight,), (None,), **how)[0], 2),
+            "scattered": (partial(scattered_linear, weight=weight), 1),
+            "reduced": (partial(reduced_linear, weight=weight), 1),
+            "copied": (partial(copied_linear, weight=weight), 2),
+            "partial": (partial(partial_linear, weight=weight, bias=None), 1),
         }
         for name, (function, times) in several.items():
             leaf = torch.ones(4, 16, requires_grad=True)
-            y = function(leaf)
+            y = function(leaf, recipe=recipe)
             y.backward(grad[:1].expand(y.shape))
-            same(leaf.grad, torch.full((4, 16), times * OF_X[gradient]), f"{name} of {how}")
+            same(leaf.grad, torch.full((4, 16), times * OF_X[gradient]), f"{name} of {recipe}")
 
 
 # What is rounded, and what is not.
@@ -155,12 +120,7 @@ def rounded(x: torch.Tensor, dtype: torch.dtype = E4M3) -> torch.Tensor:
     return x.to(dtype).to(x.dtype)
 
 
-def linear(seed: int) -> nn.Linear:
-    made = nn.Linear(64, 128)
-    with torch.no_grad():
-        for i, param in enumerate(made.parameters()):
-            param.copy_(large(*param.shape, seed=100 * seed + i))
-    return made
+linear = partial(exact_linear, 64, 128, most=40)
 
 
 def unsharded(
@@ -174,7 +134,10 @@ def unsharded(
     return rounded(x) @ rounded(weight).t() + bias, of_x, of_weight, grad.flatten(0, -2).sum(0)
 
 
-def _functions(at: Rank, scaling: str) -> None:
+@pytest.mark.parametrize("scaling", SCALINGS)
+@ranks(1, 2, 4)
+@on_ranks()
+def test_functions_are_exact(at: Rank, scaling: str) -> None:
     """Functions of layers and their gradients; on GPUs, whose sums in float8 are not exact, of
     integers that are not rounded."""
     on_cpu, uneven = at.device.type == "cpu", {1: [8], 2: [3, 5], 4: [3, 0, 4, 1]}[at.world]
@@ -228,46 +191,41 @@ def _functions(at: Rank, scaling: str) -> None:
         same(shard.grad, cut(of_x), f"{about}: gradient of x from two weights")
 
 
-@pytest.mark.parametrize("recipe", SCALINGS)
-@ranks(1, 2, 4)
-def test_functions_are_exact(device: str, recipe: str, world: int) -> None:
-    run(world, _functions, recipe, device=device)
-
-
 def _styles(at: Rank) -> None:
-    """Styles take a recipe in all layouts."""
     mesh, source = mesh_of(at), linear(1)
     x, grad = large(2, 8, 64, seed=3), large(2, 8, 128, seed=4)
     weight, bias = (param.detach() for param in source.parameters())
-    y, of_x, of_weight, of_bias = unsharded(x, weight, bias, grad, "row")
-    cut, last = partial(part, at=at, dim=1), partial(part, at=at, dim=-1)
-    for layout in (Shard(1), Replicate()):
-        layer, of_layout = copy.deepcopy(source), cut if layout == Shard(1) else torch.clone
-        parallelize_module(layer, mesh, ColwiseParallel(input_layouts=layout, recipe="row"))
-        given = of_layout(x).requires_grad_()
-        out = layer(given)
-        same(out, last(y), f"columns of {layout}")
-        out.backward(last(grad))
-        same(given.grad, of_layout(of_x), f"columns of {layout}: of x")
-        same(plain(layer.weight.grad), part(of_weight, at, 0), f"columns of {layout}: of weight")
-    for layout in (Shard(1), Replicate(), Partial()):
-        layer = copy.deepcopy(source)
+    y, of_x, *of_params = unsharded(x, weight, bias, grad, "row")
+    sequence, last = partial(part, at=at, dim=1), partial(part, at=at, dim=-1)
+    uncut, first = torch.clone, partial(part, at=at, dim=0)
+    # How x and the result lie, and how the parameters are cut.
+    columns, rows = (last, (first, first)), (last, uncut)
+    where: dict[str, Any] = {"sequence_dim": 1, "recipe": "row"}
+    kinds: list[tuple[Any, Any, Any, Any]] = [
+        (ColumnParallelLinear.from_linear(source, **where), sequence, *columns),
+        (RowParallelLinear.from_linear(source, **where), last, sequence, rows),
+    ]
+    for layout, cut in ((Shard(1), sequence), (Replicate(), uncut)):
+        style = ColwiseParallel(input_layouts=layout, recipe="row")
+        kinds.append((parallelize_module(copy.deepcopy(source), mesh, style), cut, *columns))
+    for layout, cut in ((Shard(1), sequence), (Replicate(), uncut), (Partial(), uncut)):
         style = RowwiseParallel(output_layouts=layout, recipe="row", use_local_output=False)
-        parallelize_module(layer, mesh, style)
-        given = last(x).requires_grad_()
-        out = layer(given)
-        assert out.placements == (layout,)
-        whole = out.full_tensor()
-        same(whole, y, f"rows to {layout}")
-        whole.backward(grad)
-        same(given.grad, last(of_x), f"rows to {layout}: of x")
-        same(plain(layer.weight.grad), part(of_weight, at, 1), f"rows to {layout}: of weight")
-        same(plain(layer.bias.grad), of_bias, f"rows to {layout}: of bias")
+        kinds.append((parallelize_module(copy.deepcopy(source), mesh, style), last, cut, rows))
+    for layer, of_input, of_output, of_weights in kinds:
+        leaf = of_input(x).requires_grad_()
+        out = layer(leaf)
+        if isinstance(out, DTensor):
+            assert out.placements == layer.style.output_layouts
+            out, of_output = out.full_tensor(), uncut
+        same(out, of_output(y), f"{layer}")
+        out.backward(of_output(grad))
+        grads = leaf.grad, *(plain(param.grad) for param in layer.parameters())
+        cuts = zip((of_x, *of_params), (of_input, *of_weights), strict=True)
+        for one, (whole, cut) in zip(grads, cuts, strict=True):
+            same(one, cut(whole), f"a gradient of {layer}")
 
 
 class Attention(nn.Module):
-    """Three layers of one input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.wq, self.wk, self.wv = (linear(seed) for seed in (1, 2, 3))
@@ -280,18 +238,16 @@ class Attention(nn.Module):
 def _shared(at: Rank) -> None:
     """Layers of one recipe share a gather; others do not."""
     x, none = large(8, 64, seed=4), torch.zeros(8, 128)
-    prepare = PrepareModuleInput(
-        input_layouts=Shard(0), desired_input_layouts=Replicate(), use_local_output=False
-    )
+    layouts = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
     for recipe, gathers in (("row", 1), (None, 2)):
-        model, recipes = Attention(), {"wq": "row", "wk": recipe, "wv": "row"}
-        wanted: Any = 0
+        model, recipes, wanted = Attention(), {"wq": "row", "wk": recipe, "wv": "row"}, 0
         for name, one in recipes.items():
             weight, bias = (param.detach() for param in getattr(model, name).parameters())
             y = unsharded(x, weight, bias, none)[0] if one else x @ weight.t() + bias
             wanted = wanted + y
         plan = {name: ColwiseParallel(recipe=one) for name, one in recipes.items()}
-        parallelize_module(model, mesh_of(at), {"": prepare, **plan})
+        plan[""] = PrepareModuleInput(use_local_output=False, **layouts)
+        parallelize_module(model, mesh_of(at), plan)
         with counted() as counts:
             y = model(part(x, at, 0))
         same(y, part(wanted, at, -1), f"layers with row, {recipe}, row")
@@ -299,7 +255,6 @@ def _shared(at: Rank) -> None:
 
 
 def _autocast(at: Rank) -> None:
-    """Autocast casts first."""
     whole, x = linear(1), integers(8, 64, seed=3)
     layer = ColumnParallelLinear.from_linear(whole, recipe="row")
     weight, bias = (param.detach() for param in whole.parameters())
@@ -316,7 +271,15 @@ def _autocast(at: Rank) -> None:
 # Compiled.
 
 
-def _compiled(at: Rank, inner: str, recipes: list[Any], count: int = 7) -> None:
+@pytest.mark.parametrize(
+    ("inner", "recipes", "count"),
+    [
+        ("aot_eager", ["block", Float8Recipe("row", None)], 7),
+        pytest.param("inductor", ["tensor"], 1, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2, timeout=250)
+def test_layers_are_compiled(at: Rank, inner: str, recipes: list[Any], count: int) -> None:
     """The first results, to the last bit as without a compiler; in one graph."""
     torch.manual_seed(3)
     weights = [torch.randn(n, 48).bfloat16() for n in (64, 32)]
@@ -333,83 +296,16 @@ def _compiled(at: Rank, inner: str, recipes: list[Any], count: int = 7) -> None:
             ]
             return results[:count]
 
-        torch._dynamo.reset()
-        compiled = torch.compile(called, backend=inner, fullgraph=True)
+        once = compiled(called, inner)
         for turn in range(count):
             results = []
-            for function in (compiled, called):
+            for function in (once, called):
                 leaves = [one.clone().requires_grad_() for one in (x, *weights)]
                 y = function(*leaves)[turn]
                 cosines = torch.cos(torch.arange(y.numel())).view(y.shape).to(y)
-                results.append([y, *torch.autograd.grad(y, leaves, cosines, allow_unused=True)])
-            for one, other in zip(*results, strict=True):
-                # Where there is no gradient a graph may give zeros.
-                want = torch.zeros_like(one) if other is None and one is not None else other
-                assert one is want or torch.equal(one, want), (turn, recipe)
-
-
-def _traced(at: Rank) -> None:
-    _compiled(at, "aot_eager", ["block", Float8Recipe("row", None)])
-
-
-@pytest.mark.slow
-def test_layers_are_compiled_by_the_default_backend() -> None:
-    run(2, _compiled, "inductor", ["tensor"], 1, timeout=250)
-
-
-# Training.
-
-STEPS, ROWS, SIZE = 200, 32, 32
-
-
-def _losses(at: Rank, recipe: str | None, sharded: bool) -> list[float]:
-    """Those of a regression, by layers over all ranks or on one rank."""
-    group = [dist.new_group([rank]) for rank in range(at.world)][at.rank]
-    how: dict[str, Any] = {"recipe": recipe, "device": at.device, "bias": False}
-    how["group"] = None if sharded else group
-    torch.manual_seed(7)
-    up, down = ColumnParallelLinear(SIZE, 64, **how), RowParallelLinear(64, SIZE, **how)
-    optimizer = torch.optim.SGD([*up.parameters(), *down.parameters()], lr=0.5, momentum=0.9)
-    torch.manual_seed(11)
-    teacher = torch.randn(SIZE, SIZE) / SIZE**0.5
-    losses = []
-    for _ in range(STEPS):
-        x = torch.randn(ROWS, SIZE)
-        target = torch.tanh(x @ teacher)
-        if sharded:
-            x, target = (part(each, at, 0) for each in (x, target))
-        x, target = x.to(at.device), target.to(at.device)
-        loss = (x + down(F.silu(up(x))) - target).square().sum() / (ROWS * SIZE)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        value = loss.detach()
-        if sharded:
-            dist.all_reduce(value)
-        losses.append(value.item())
-    return losses
-
-
-def _trained(at: Rank, recipe: str) -> tuple[list[float], list[float]]:
-    """Losses over ranks; and on rank 0 alone, or on rank 1 alone without float8."""
-    return _losses(at, recipe, True), _losses(at, recipe if at.rank == 0 else None, False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["row", "tensor"])
-def test_losses_follow_those_of_the_unsharded(device: str, recipe: str) -> None:
-    """The first losses agree: only the second layer's input has scales of its own on each rank,
-    powers of two as all are. Sums in another order then flip roundings to float8 now and then, so
-    that in the end both runs have independent roundings. Each of them moves a step's loss as far as
-    float8 moves it from that of the model in float32, and the mean of all losses by far less."""
-    (sharded, whole), (also_sharded, wide) = run(2, _trained, recipe, device=device, timeout=250)
-    assert sharded == also_sharded and len(sharded) == STEPS and sharded[-1] < sharded[0] / 4
-    apart, by_cast = (
-        max(abs(a - b) / b for a, b in zip(one, whole, strict=True)) for one in (sharded, wide)
-    )
-    assert sharded[:3] == pytest.approx(whole[:3], rel=1e-3)
-    assert apart < 2 * by_cast < 0.3, (apart, by_cast)
-    assert sum(sharded) == pytest.approx(sum(whole), rel=0.01)
+                grads = torch.autograd.grad(y, leaves, cosines, materialize_grads=True)
+                results.append([y, *grads])
+            assert all(map(torch.equal, *results)), (turn, recipe)
 
 
 # What is refused.
@@ -445,6 +341,6 @@ def _unlike(at: Rank) -> None:
     ficco.close()
 
 
-@pytest.mark.parametrize("check", [_styles, _shared, _autocast, _traced, _refused, _unlike])
+@pytest.mark.parametrize("check", [_styles, _shared, _autocast, _refused, _unlike])
 def test_recipes(check: Callable[[Rank], None]) -> None:
     run(2, check)

@@ -12,24 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, run
-from test_fp8 import ScaledCase, made
+from ranks import Rank, on_ranks, run
+from test_fp8 import OPERATORS, ScaledCase, made
+from test_library import compiled
 from test_nn import refuses
-from test_passes import (
-    A2AM,
-    AGM,
-    MA2A,
-    MAR,
-    MRS,
-    WORLD,
-    collectives,
-    exchange,
-    gather,
-    groups,
-    reduce,
-    scatter,
-    trace,
-)
+from test_passes import WORLD, collectives, exchange, gather, groups, reduce, scatter, trace
 from test_passes import operators as called
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -39,6 +26,7 @@ from ficco import passes
 __all__ = ["groups"]  # a fixture
 
 E4M3 = torch.float8_e4m3fn
+AGM, A2AM, MRS, MAR, MA2A = OPERATORS
 #: Where nothing travels.
 RANK = Rank(0, WORLD, torch.device("cpu"))
 
@@ -47,12 +35,9 @@ RANK = Rank(0, WORLD, torch.device("cpu"))
 
 
 def _gathered_too(at: Rank) -> None:
-    """A compiled call that returns the gathered A."""
-    torch._dynamo.reset()
     mine, want = made(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
-    call = partial(ficco.all_gather_matmul, return_gathered=True)
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    out, gathered = compiled(mine.a, mine.b, **mine.scales)
+    call = compiled(partial(ficco.all_gather_matmul, return_gathered=True))
+    out, gathered = call(mine.a, mine.b, **mine.scales)
     assert torch.equal(out, want) and gathered.dtype == mine.a.dtype
     assert gathered.shape == (mine.a.shape[0] * at.world, mine.a.shape[1])
 
@@ -84,9 +69,6 @@ class ScaledProgram:
     left: int = 0  #: collectives that stay
     says: str = ""
 
-    def __str__(self) -> str:
-        return self.name
-
 
 def times(
     a: torch.Tensor, w: torch.Tensor, s: Any, t: Any, bias: Any = None, out: Any = torch.bfloat16
@@ -117,9 +99,9 @@ def _blocks(a: torch.Tensor, w: torch.Tensor, s: torch.Tensor, t: torch.Tensor) 
     return torch.ops.aten._scaled_mm_v2(a, w.t(), *how, None, torch.bfloat16)
 
 
-def scaled(x: torch.Tensor, w: torch.Tensor, s: Any, t: Any, g: Any, *bias: Any) -> torch.Tensor:
-    """The product of gathered rows with gathered scales."""
-    return times(gather(x, 0, g), w, gather(s, 0, g), t, *bias)
+def scaled(x: Any, w: Any, s: Any, t: Any, g: Any, *bias: Any, how: Any = times) -> torch.Tensor:
+    product: torch.Tensor = how(gather(x, 0, g), w, gather(s, 0, g), t, *bias)
+    return product
 
 
 def _scales_first(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor:
@@ -143,11 +125,7 @@ PROGRAMS = [
     P("scales first", _scales_first, (AGM,)),
     P("bias", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, b), (AGM,)),
     P("bytes", lambda x, w, s, t, b, g: times(as_bytes(x, g), w, gather(s, 0, g), t), (AGM,)),
-    P(
-        "functional",
-        lambda x, w, s, t, b, g: functional(gather(x, 0, g), w, gather(s, 0, g), t),
-        (AGM,),
-    ),
+    P("functional", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, how=functional), (AGM,)),
     P("batches", _batches, (AGM,), says="put in order by a copy"),
     P("two products", _two, (AGM,), left=1, says="kept for _scaled_mm_1"),
     P("scales of all", _rows_apart, (AGM,), left=1, says="is no product"),
@@ -156,17 +134,11 @@ PROGRAMS = [
     P("scattered", lambda x, w, s, t, b, g: scatter(times(x, w, s, t), 0, g), (MRS,)),
     P("reduced", lambda x, w, s, t, b, g: reduce(times(x, w, s, t), g), (MAR,), "tensor"),
     P("sent", lambda x, w, s, t, b, g: exchange(times(x, w, s, t), g), (MA2A,)),
-    P(
-        "blocks",
-        lambda x, w, s, t, b, g: _blocks(gather(x, 0, g), w, gather(s, 0, g), t),
-        (AGM,),
-        "block",
-    ),
+    P("blocks", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, how=_blocks), (AGM,), "block"),
 ]
 
 
 def given(program: ScaledProgram, at: Rank) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The operands of a rank, and the result of its product."""
     (operator,), world = program.expected, at.world
     blocks, n = operator in (A2AM, MA2A), 128 if program.recipe == "block" else 32
     rows: Any = (16 if operator == AGM else 8,) * world
@@ -183,7 +155,9 @@ def given(program: ScaledProgram, at: Rank) -> tuple[list[torch.Tensor], torch.T
     return [*plain, mine.scales.get("bias", torch.zeros(n).bfloat16())], want
 
 
-def _replaced(at: Rank, name: str) -> None:
+@pytest.mark.parametrize("name", [program.name for program in PROGRAMS])
+@on_ranks(WORLD)
+def test_scaled_programs_give_the_same_integers(at: Rank, name: str) -> None:
     program = next(one for one in PROGRAMS if one.name == name)
     operands, want = given(program, at)
     graph = trace(program.run, operands, dist.group.WORLD)
@@ -204,11 +178,6 @@ def _replaced(at: Rank, name: str) -> None:
     assert len(report.left) == program.left
     travels = [entry for entry in report if "scales travel with the rows" in entry.reason]
     assert all(entry.replaced and entry.operator == program.expected[0] for entry in travels)
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_scaled_programs_give_the_same_integers(program: ScaledProgram) -> None:
-    run(WORLD, _replaced, program.name)
 
 
 def _other_order(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor:
@@ -233,30 +202,20 @@ def _scale_from_rows(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Te
     return times(a, w, a.float().amax(1, True), t)
 
 
-LEFT: list[tuple[str, Callable[..., Any], str]] = [
-    ("scales in another order", _other_order, "lie in another order"),
-    (
-        "own scales",
-        lambda x, w, s, t, b, g: times(exchange(x, g), w, s, t),
-        "do not travel with them",
-    ),
-    ("scale of the result", _scale_of_result, "scale_result"),
-    ("narrow", _narrow, "product of float8 operands in torch.float8_e4m3fn"),
-    ("sum", _sum, "scales of their own"),
-    (
-        "summed bias",
-        lambda x, w, s, t, b, g: scatter(times(x, w, s, t, b), 0, g),
-        "bias is added on every rank",
-    ),
-    ("scale from the rows", _scale_from_rows, "computed from the gathered tensor"),
-]
+LEFT: dict[str, Callable[..., Any]] = {
+    "lie in another order": _other_order,
+    "do not travel with them": lambda x, w, s, t, b, g: times(exchange(x, g), w, s, t),
+    "scale_result": _scale_of_result,
+    "product of float8 operands in torch.float8_e4m3fn": _narrow,
+    "scales of their own": _sum,
+    "bias is added on every rank": lambda x, w, s, t, b, g: scatter(times(x, w, s, t, b), 0, g),
+    "computed from the gathered tensor": _scale_from_rows,
+}
 
 
-@pytest.mark.parametrize(("name", "program", "says"), LEFT, ids=[one[0] for one in LEFT])
-def test_what_stays_of_scaled_products_has_a_reason(
-    name: str, program: Callable[..., Any], says: str, groups: dict[int, Any]
-) -> None:
-    graph = trace(program, given(PROGRAMS[0], RANK)[0], groups[2])
+@pytest.mark.parametrize("says", LEFT)
+def test_what_stays_of_scaled_products_has_a_reason(says: str, groups: dict[int, Any]) -> None:
+    graph = trace(LEFT[says], given(PROGRAMS[0], RANK)[0], groups[2])
     before = graph.code
     report = passes.replace(graph)
     assert not report and graph.code == before
@@ -286,12 +245,8 @@ def test_recipes_that_no_operator_has(
 
 
 def _compiled(at: Rank) -> None:
-    """A compiled model multiplies what it gathers in float8."""
-    torch._dynamo.reset()
     program, backend = PROGRAMS[0], passes.backend("aot_eager")
-    layer = torch.compile(
-        lambda *given: program.run(*given, dist.group.WORLD), backend=backend, fullgraph=True
-    )
+    layer = compiled(lambda *given: program.run(*given, dist.group.WORLD), backend)
     operands, want = given(program, at)
     assert torch.equal(layer(*operands), want)
     assert "2 replaced, 0 left" in str(backend.report)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -18,25 +17,10 @@ import hip_ranks
 import pytest
 import torch
 from cases import compare
-from hypothesis import given
-from hypothesis import strategies as st
 from ranks import Rank, caught, on_ranks, ranks, run
-from test_fp8 import (
-    E4M3,
-    FNUZ,
-    INVALID,
-    MISSING,
-    OPERATORS,
-    VALUE,
-    Operands,
-    ScaledCase,
-    call,
-    drawn,
-    exact,
-    made,
-    schedules,
-)
-from test_operators import BLOCKS, SUMS
+from test_fp8 import E4M3, FNUZ, OPERATORS, Operands, ScaledCase, call, drawn, made, schedules
+from test_library import compiled
+from test_operators import SUMS
 
 import ficco
 from ficco.compute.scaled import multiply_scaled, quantized
@@ -46,7 +30,7 @@ from ficco.plan import Transfer
 from ficco.problems.products import Problem
 from ficco.problems.scaling import CASTS, RECIPES, Scaling
 from ficco.proof import PlanError, check
-from ficco.schedules import Schedule, StagingTooSmall, plans
+from ficco.schedules import Schedule, plans
 from ficco.simulate import predict, simulate
 
 GATHERING = ("all_gather_matmul", "all_to_all_matmul")
@@ -63,31 +47,33 @@ def unscaled(case: ScaledCase, at: Rank, iteration: int) -> tuple[Operands, torc
     return mine, wanted
 
 
+def exactly(at: Rank, case: ScaledCase, iteration: int) -> None:
+    mine, wanted = unscaled(case, at, iteration)
+    compare("the result", call(case, mine), wanted, f"rank {at.rank}, {iteration}: {case}")
+
+
 def cast_exactly(at: Rank, cases: Sequence[ScaledCase]) -> int:
     for iteration, case in enumerate(cases):
-        mine, wanted = unscaled(case, at, iteration)
-        text = f"rank {at.rank}, {iteration}: {case}"
-        compare("the result", call(case, mine), wanted, text)
+        exactly(at, case, iteration)
     return len(cases)
 
 
 def every_schedule(operator: str, world: int, device: str, some: int) -> list[ScaledCase]:
     chance, cases = random.Random(f"{operator} {world} cast"), []
-    names = [name for name in schedules(operator) if not name.startswith("tiled")]
-    for name in names[chance.randrange(some) :: some]:
+    for name in schedules(operator)[chance.randrange(some) :: some]:
         case = drawn(chance, operator, world, device, name)
-        while case.recipe not in CASTS:
-            case = drawn(chance, operator, world, device, name)
+        case = case.on(replicated=False, recipe="row" if case.recipe == "tensor" else case.recipe)
         right = E4M3 if case.dtypes[1] == FNUZ else case.dtypes[1]
-        cases.append(case.on(replicated=False, dtypes=(E4M3, right)))
+        cases.append(case.on(dtypes=(E4M3, right)))
     return cases
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @ranks(1, 2, 3)
-def test_every_schedule_casts_exactly(device: str, operator: str, world: int) -> None:
-    cases = every_schedule(operator, world, device, some=1 if world == 2 else 4)
-    assert run(world, cast_exactly, cases, device=device) == [len(cases)] * world
+@on_ranks()
+def test_every_schedule_casts_exactly(at: Rank, operator: str) -> None:
+    some = 1 if at.world == 2 else 4
+    cast_exactly(at, every_schedule(operator, at.world, at.device.type, some))
 
 
 @on_ranks(2)
@@ -105,16 +91,12 @@ def test_forms_of_what_is_cast(at: Rank) -> None:
             found = call(case.on(schedule=schedule), mine)
             compare("the result", found, wanted, f"{form.shape} {form.stride()}")
     case = case.on(schedule="hetero-fused-1d:pieces=3", recipe="row", k=144)
-    mine, wanted = unscaled(case, at, 2)
+    columns = ScaledCase("matmul_reduce_scatter", (24,) * at.world, 144, 544, "row", "growing")
     with ficco.options(workspace_bytes=1 << 14):
-        compare("in a ring", call(case, mine), wanted, "")
-    case = ScaledCase("matmul_reduce_scatter", (24,) * at.world, 144, 544, "row", "growing")
-    mine, wanted = unscaled(case.on(bias=True), at, 3)
-    with ficco.options(workspace_bytes=1 << 14):
-        compare("by columns", call(case, mine), wanted, "")
+        exactly(at, case, 2)  # in a ring
+        exactly(at, columns.on(bias=True), 3)  # by columns
     if at.device.type == "cpu":
-        case = case.on(dtypes=(FNUZ, FNUZ))
-        compare("of fnuz", *(unscaled(case, at, 2)[1], call(case, unscaled(case, at, 2)[0])), "")
+        exactly(at, columns.on(dtypes=(FNUZ, FNUZ)), 2)
 
 
 def _rounds(at: Rank) -> None:
@@ -122,9 +104,8 @@ def _rounds(at: Rank) -> None:
     torch.manual_seed(at.rank)
     a, weight = torch.randn(24, 400) * 2.0 ** torch.arange(-12, 12)[:, None], torch.randn(48, 400)
     for recipe in CASTS:
-        shares = RECIPES[recipe]
-        b, of_b = quantized(weight, shares.b[::-1], E4M3)
-        cast, of_a = quantized(a, shares.a, E4M3)
+        b, of_b = quantized(weight, RECIPES[recipe].b[::-1], E4M3)
+        cast, of_a = quantized(a, RECIPES[recipe].a, E4M3)
         rest: dict[str, Any] = {"scale_b": of_b.t(), "schedule": "hetero-fused-1d:pieces=3"}
         found = ficco.all_gather_matmul(a, b.t(), quantize=recipe, **rest)
         whole = ficco.all_gather_matmul(cast, b.t(), scale_a=of_a, **rest)
@@ -142,14 +123,11 @@ def _gradient(at: Rank) -> None:
         assert torch.equal(found, wanted) and found.requires_grad
         # The same on all ranks, so that the sum over them is known.
         found.backward(torch.ones_like(found))
-        held = [
-            made(case, Rank(r, at.world, at.device), iteration)[0].wide_b.sum(1)
-            for r in range(at.world)
-        ]
+        every = [made(case, replace(at, rank=r), iteration)[0].wide_b.sum(1) for r in range(2)]
         if operator == "all_gather_matmul":
-            right = torch.stack(held).sum(0).expand(rows[at.rank], -1)
+            right = torch.stack(every).sum(0).expand(rows[at.rank], -1)
         else:
-            right = torch.cat([held[p].expand(rows[at.rank][p], -1) for p in range(at.world)])
+            right = torch.stack(every).repeat_interleave(torch.tensor(rows[at.rank]), 0)
         assert mine.a.grad.dtype == mine.a.dtype and torch.equal(mine.a.grad.double(), right)
         with torch.no_grad():
             assert not call(case, mine).requires_grad
@@ -169,22 +147,14 @@ def _empty(at: Rank) -> None:
 
 
 def _traced(at: Rank) -> None:
-    """Calls that cast are traced, and have no gradient then."""
     for iteration, operator in enumerate(GATHERING):
         rows: Any = (8, 8) if operator == "all_gather_matmul" else ((8, 8), (8, 8))
         case = ScaledCase(operator, rows, 32, 16, "row", "growing")
         mine, wanted = unscaled(case, at, iteration)
-
-        def compiled(case: ScaledCase = case, mine: Operands = mine) -> Any:
-            torch._dynamo.reset()
-            function = torch.compile(
-                lambda a: call(case, replace(mine, a=a)) + 1, backend="aot_eager", fullgraph=True
-            )
-            return function(mine.a)
-
-        assert torch.equal(compiled(), wanted + 1)
-        mine.a.requires_grad_()
-        assert "no gradient" in caught(compiled).text
+        once = compiled(lambda a, case=case, mine=mine: call(case, replace(mine, a=a)) + 1)
+        assert torch.equal(once(mine.a), wanted + 1)
+        refused = caught(lambda once=once, mine=mine: once(mine.a.requires_grad_()))
+        assert "no gradient" in refused.text
 
 
 def _unlike(at: Rank) -> None:
@@ -205,39 +175,8 @@ def test_casts(check: Callable[[Rank], None]) -> None:
 # Plans.
 
 
-def problem_of(
-    operator: str, rows: Any, recipe: str = "row", n: int = 32, k: int = 256, **rest: Any
-) -> Problem:
-    scaling = Scaling(recipe, "float8_e4m3fn", source="bfloat16", **rest)
-    if operator in BLOCKS:
-        return Problem.of_blocks(operator, rows, n, k, "float8_e4m3fn", scaling=scaling)
-    return Problem(operator, tuple(rows), n, k, "float8_e4m3fn", scaling=scaling)
-
-
-@given(data=st.data())
-def test_plans_with_casts_are_proven(data: st.DataObject) -> None:
-    chance = data.draw(st.randoms(use_true_random=False))
-    operator, world = chance.choice(OPERATORS), chance.randint(1, 4)
-    name = chance.choice([one for one in schedules(operator) if one != "auto"])
-    sizes = [[chance.randrange(60) for _ in range(world)] for _ in range(world)]
-    rows = sizes if operator in BLOCKS else sizes[0]
-    k = 16 * chance.randint(0, 40)
-    problem = problem_of(operator, rows, chance.choice(CASTS), k=k, bias=chance.random() < 0.5)
-    with suppress(StagingTooSmall):
-        check(plans(problem, Schedule.parse(name), chance.choice((1 << 12, 1 << 15))))
-    found = plans(problem, Schedule.parse(name))
-    check(found)
-    for rank, plan in enumerate(found):
-        cast = [step.work.dst for step in plan.steps if _is_cast(step)]
-        assert sum(one.elements for one in cast) == problem.left_rows(rank) * k
-
-
 def _is_cast(step: Any) -> bool:
     return isinstance(step.work, Transfer) and step.work.factors is not None
-
-
-def _is_copy(step: Any) -> bool:
-    return step.op == "copy"
 
 
 def _is_copy_of_scales(step: Any) -> bool:
@@ -269,7 +208,7 @@ WRONG: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any], str], ...] = (
     (_is_cast, lambda step: _moves(step, function=""), "between the wrong buffers"),
     (_is_cast, lambda step: _moves(step, function="relu"), "which is not asked for"),
     (
-        _is_copy,
+        lambda step: step.op == "copy",
         lambda step: _moves(step, factors=step.work.src._replace(buffer="scale_a")),
         "casts without factors",
     ),
@@ -281,7 +220,8 @@ WRONG: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any], str], ...] = (
 def test_wrong_casts_are_seen(
     of: Callable[[Any], bool], change: Callable[[Any], Any], words: str
 ) -> None:
-    problem = problem_of("all_gather_matmul", (64, 64))
+    scaling = Scaling("row", "float8_e4m3fn", source="bfloat16")
+    problem = Problem("all_gather_matmul", (64, 64), 32, 256, "float8_e4m3fn", scaling=scaling)
     found = plans(problem, Schedule.parse("hetero-fused-1d:pieces=4"))
     check(found)
     steps = list(found[0].steps)
@@ -295,7 +235,8 @@ def test_wrong_casts_are_seen(
 def test_copies_begin_when_their_piece_is_cast() -> None:
     """The first after a fourth of the cast, where there are four pieces; not so when peers pull."""
     machine = find("h200-4", None)
-    problem = problem_of("all_gather_matmul", (8192,) * 4, n=3584, k=8192)
+    sizes, scaling = (3584, 8192), Scaling("row", "float8_e4m3fn", source="bfloat16")
+    problem = Problem("all_gather_matmul", (8192,) * 4, *sizes, "float8_e4m3fn", scaling=scaling)
     moves = 8192 * (8192 * 3 + 4) / machine.memory.bandwidth  # read and written once
     for name, count, least, most in (("pieces=4", 4, 0.2, 0.35), ("pieces=4,pull", 1, 1.0, 2.0)):
         schedule = Schedule.parse(f"hetero-fused-1d:{name}")
@@ -308,31 +249,6 @@ def test_copies_begin_when_their_piece_is_cast() -> None:
         given = predict(problem.given, schedule, machine, "queued")
         assert 0 < predict(problem, schedule, machine, "queued") - given < 1.5 * took
     assert PRODUCTS.ideal(problem, machine) == PRODUCTS.ideal(problem.given, machine)
-
-
-# Bad input.
-
-SCALES = "scale_b: required [1, 16]"
-A, B = torch.ones(8, 32), torch.ones(16, 32).to(E4M3).t()
-#: What is changed of a call, the type of the error, and its words.
-REFUSED: tuple[tuple[dict[str, Any], str, tuple[str, ...]], ...] = (
-    ({"quantize": "tensor"}, VALUE, ("'row', 'block'", "'tensor'", "pass scale_a")),
-    ({"quantize": 1}, VALUE, ("'row', 'block'", "got 1")),
-    ({"scale_a": torch.ones(8, 1)}, VALUE, ("scale_a: required none", "leave out one")),
-    ({"scale_b": None}, VALUE, ("scale_b", "NoneType")),
-    ({"scale_b": torch.ones(1, 1)}, VALUE, (SCALES, "got [1, 1]", "scale b alike")),
-    ({"scale_b": torch.ones(1, 16).half()}, VALUE, ("torch.float32", "float16", ".float()")),
-    ({"a": A.to(E4M3)}, VALUE, ("bfloat16", "float8_e4m3fn")),
-    ({"a": A.double()}, VALUE, ("bfloat16", "float64")),
-    ({"b": B.bfloat16()}, VALUE, ("b of float8", "casts only a_shard")),
-    ({"a": A[:, :24], "b": B[:24]}, INVALID, ("k: required a multiple of 16", "got 24")),
-    (
-        {"return_gathered": True},
-        MISSING,
-        ("quantize does not serve return_gathered", "pass scale_a"),
-    ),
-    ({"schedule": "tiled"}, VALUE, ("tiled", "that the call casts", "another schedule")),
-)
 
 
 def test_a_library_on_cpus_writes_contiguous_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,20 +266,6 @@ def test_a_library_on_cpus_writes_contiguous_rows(monkeypatch: pytest.MonkeyPatc
     multiply_scaled(a, b, wide[:, 16:48], (one, one), "tensor")
     assert torch.equal(wide[:, 16:48], a.float() @ b.float())
     assert (wide[:, :16] == -1).all() and (wide[:, 48:] == -1).all()
-
-
-@on_ranks(2)
-def test_what_cannot_be_cast_is_refused(at: Rank) -> None:
-    """The group lives on."""
-    exactly = ScaledCase("matmul_all_reduce", (8, 8), 32, 16, "row")
-    exact(at, exactly, 0)
-    for turn, (changes, kind, words) in enumerate(REFUSED):
-        given = {"quantize": "row", "scale_b": torch.ones(1, 16), "a": A.bfloat16(), "b": B}
-        given |= changes
-        a, b = given.pop("a"), given.pop("b")
-        error = caught(lambda a=a, b=b, given=given: ficco.all_gather_matmul(a, b, **given))
-        assert error.type == kind and all(word in error.text for word in words), error
-        exact(at, exactly, turn)
 
 
 def test_on_a_double_of_hip() -> None:

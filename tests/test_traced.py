@@ -3,15 +3,17 @@ sizes that change, gradients of some operands, layers, experts without a capacit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, caught, run
+from ranks import Rank, caught, on_ranks, run
+from test_library import compiled
 from test_nn import refuses
+from test_projections import rotated
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,10 +22,9 @@ import ficco
 import ficco.nn
 
 
-def operands(at: Rank, rows: int = 6, batch: int = 1, kv_heads: int = 2) -> list[torch.Tensor]:
+def operands(at: Rank, rows: int = 6, batch: int = 1) -> list[torch.Tensor]:
     torch.manual_seed(at.rank)
-    shapes = [(batch, heads, rows, 8) for heads in (4, kv_heads, kv_heads)]
-    return [torch.randn(shape).requires_grad_() for shape in shapes]
+    return [torch.randn(batch, heads, rows, 8).requires_grad_() for heads in (4, 2, 2)]
 
 
 def projections(at: Rank, rows: int = 6, batch: int = 2, kv_heads: int = 2) -> list[torch.Tensor]:
@@ -67,21 +68,11 @@ def experts(at: Rank, count: int = 7, way: dict[str, Any] | None = None) -> list
 
 
 def expert_layer(**way: Any) -> Callable[..., torch.Tensor]:
-    def layer(
-        tokens: torch.Tensor,
-        weights: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
-        indices: torch.Tensor,
-    ) -> torch.Tensor:
-        return 2 * ficco.experts(2 * tokens, indices, weights, up, down, **way)
+    def layer(*given: torch.Tensor) -> torch.Tensor:
+        tokens, *rest, indices = given
+        return 2 * ficco.experts(2 * tokens, indices, *rest, **way)
 
     return layer
-
-
-def compiled(function: Any, backend: Any = "aot_eager", **how: Any) -> Any:
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend=backend, **how)
 
 
 def trained(
@@ -122,7 +113,6 @@ def _dynamic(at: Rank) -> None:
 
 
 def _some(at: Rank) -> None:
-    """Gradients of one operand, or of none."""
     kinds: list[tuple[Any, Any, int]] = [(attended, projections, only) for only in (0, 2, 5)]
     kinds += [(expert_layer(capacity=3), experts, 0), (expert_layer(), experts, 1)]
     for function, draw, only in kinds:
@@ -138,7 +128,6 @@ def _some(at: Rank) -> None:
 
 
 def _counted(at: Rank) -> None:
-    """Operations of attention, projections and experts."""
     for operator in (ficco.all_gather_attention, ficco.ulysses_attention):
         with FlopCounterMode(display=False) as counter:
             out = operator(*operands(at, rows=6, batch=2), causal=True)
@@ -151,7 +140,7 @@ def _counted(at: Rank) -> None:
 
     x, *weights, last = projections(at, rows=6, batch=2, kv_heads=2)
     with FlopCounterMode(display=False) as counter:
-        q, _, _ = ficco.ulysses_project(x, *weights, size=4)  # type: ignore[call-arg]
+        q, *_ = ficco.ulysses_project(x, *weights, size=4)  # type: ignore[call-arg]
         projected = counter.get_total_flops()
         ficco.ulysses_output(q, last).sum().backward()
     # Each product and each gradient once: of 6 positions, 12 features, and 2 of 4 heads of queries,
@@ -179,14 +168,8 @@ def _without(at: Rank) -> None:
 
 
 def _layer(at: Rank) -> None:
-    """A layer with biases and a function of positions, also under autocast."""
     torch.manual_seed(7)
     layer = ficco.nn.UlyssesAttention(12, 4, 2, size=4, bias=True, causal=True)
-
-    def turned(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = torch.arange(q.shape[2], dtype=q.dtype)[:, None]
-        return q * angles.cos(), k * angles.cos()
-
     torch.manual_seed(at.rank)
     x, once = torch.randn(2, 6, 12), compiled(layer)
     for kind in (torch.float32, torch.bfloat16):
@@ -195,7 +178,7 @@ def _layer(at: Rank) -> None:
             layer.zero_grad()
             given = x.clone().requires_grad_()
             with torch.autocast("cpu", kind, enabled=kind != torch.float32):
-                y = function(given, turned)
+                y = function(given, rotated)
             y.float().square().sum().backward()
             results.append([y, given.grad, *(one.grad for one in layer.parameters())])
         assert results[0][0].dtype == kind
@@ -203,13 +186,11 @@ def _layer(at: Rank) -> None:
 
 
 def _behind(at: Rank) -> None:
-    """Models behind PyTorch's own attention."""
     given = operands(at)
 
     def model(*given: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(
-            *given, is_causal=True, enable_gqa=True
-        )
+        functional = torch.nn.functional  # as it is at the time of the call
+        return functional.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)
 
     with ficco.behind_sdpa(placement="ranks"):
         wanted = trained(model, given)
@@ -217,18 +198,18 @@ def _behind(at: Rank) -> None:
     assert not torch.equal(wanted[0], scaled_dot_product_attention(*given, enable_gqa=True))
 
 
-def _experts(at: Rank, way: dict[str, Any], backend: str = "aot_eager") -> None:
-    layer, first, second = expert_layer(**way), experts(at, way=way), experts(at, way=way)
-    wanted, once = trained(layer, first, 4), compiled(layer, backend)
-    same(trained(once, second, 4), wanted)
-    with torch.no_grad():
-        same([once(*first)], wanted[:1])
-
-
-def _all_pairs(at: Rank) -> None:
-    """Experts that take all pairs, in further rounds, or in exactly the rows that there are."""
-    for way in WAYS[2:4]:
-        _experts(at, way)
+@pytest.mark.parametrize(
+    ("ways", "backend"), [(WAYS[2:4], "aot_eager"), (WAYS[4:], "inductor")], ids=str
+)
+@on_ranks(2, timeout=250)
+def test_experts_of_all_pairs(at: Rank, ways: Sequence[dict[str, Any]], backend: str) -> None:
+    """In further rounds, or in exactly the rows that there are."""
+    for way in ways:
+        layer, first, second = expert_layer(**way), experts(at, way=way), experts(at, way=way)
+        wanted, once = trained(layer, first, 4), compiled(layer, backend)
+        same(trained(once, second, 4), wanted)
+        with torch.no_grad():
+            same([once(*first)], wanted[:1])
 
 
 def _routed(at: Rank) -> None:
@@ -279,13 +260,7 @@ def _refused(at: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    "check",
-    [*(_dynamic, _some, _counted, _without, _layer, _behind), *(_all_pairs, _routed, _refused)],
+    "check", [_dynamic, _some, _counted, _without, _layer, _behind, _routed, _refused]
 )
 def test_traced(check: Callable[[Rank], None]) -> None:
     run(2, check)
-
-
-@pytest.mark.slow
-def test_experts_compiled_by_inductor() -> None:
-    run(2, _experts, WAYS[4], "inductor", timeout=250)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pages import snippet
-from ranks import Rank, caught, counted, run
+from ranks import Rank, caught, counted, on_ranks
 
 import ficco
 
@@ -56,7 +56,6 @@ def _config(at: Rank, sequence: bool) -> Any:
 
 
 def _trained(at: Rank, spec: Any, sequence: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of three steps, and the parameters behind them."""
     from megatron.core.models.gpt import GPTModel
 
     config = _config(at, sequence)
@@ -78,7 +77,8 @@ def _trained(at: Rank, spec: Any, sequence: bool) -> tuple[list[float], dict[str
     return losses, {name: param.detach() for name, param in model.named_parameters()}
 
 
-def _compared(at: Rank) -> None:
+@on_ranks(2, timeout=200, fresh=True)
+def test_specs_train_as_stock(at: Rank) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -125,7 +125,3 @@ def _compared(at: Rank) -> None:
     assert refused.type == "ValueError" and "get_gpt_layer_local_spec" in refused.text
     refused = caught(lambda: _check(SimpleNamespace(gradient_accumulation_fusion=True)))
     assert refused.type == "NotImplementedError" and "required False" in refused.text
-
-
-def test_specs_train_as_stock() -> None:
-    run(2, _compared, timeout=200, fresh=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ COMMON = (
 def trained(
     world: int, folder: Path, config: str, flags: str, *overrides: str, how: str = ""
 ) -> list[dict[str, Any]]:
-    """What each rank has of one training."""
     if not (folder / "tests").exists():
         titan.assets(folder)
     imports = ["--override.imports", *overrides] if overrides else []
@@ -55,14 +55,16 @@ PARTIAL, FULL, TYPES = (
     f"--parallelism.spmd_backend {name}"
     for name in ("partial_dtensor", "full_dtensor", "spmd_types")
 )
-TWO = "--parallelism.tensor_parallel_degree 2"
+ONE, TWO = (f"--parallelism.tensor_parallel_degree {count}" for count in (1, 2))
+REDUCES = "--parallelism.no-enable_sequence_parallel"
 COMPILED = "--compile.enable --compile.backend aot_eager"
 PIPELINE = (
     f"{TWO} --parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule 1F1B"
 )
 
 #: `make test-titan` runs these.
-later = since("2.14", "lacks what torchtitan needs for its spmd_types, and to compile")
+LATER = since("2.14", "lacks what torchtitan needs for its spmd_types, and to compile")
+later = partial(pytest.param, marks=LATER)
 
 
 def test_overrides_train_as_stock(tmp_path: Path) -> None:
@@ -83,19 +85,10 @@ def test_overrides_train_as_stock(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "count", "says", "left"),
     [
-        (
-            f"{TWO} --parallelism.no-enable_sequence_parallel",
-            4,
-            "set parallelism.enable_sequence",
-            {"all-reduce": 8},  # checkpointing calls the blocks of both layers twice
-        ),
+        # Checkpointing calls the blocks of both layers twice.
+        (f"{TWO} {REDUCES}", 4, "set parallelism.enable_sequence", {"all-reduce": 8}),
         # FSDP2 alone.
-        (
-            "--parallelism.tensor_parallel_degree 1",
-            1,
-            "tensor_parallel_degree of 2 or more, got 1",
-            {},
-        ),
+        (ONE, 1, "tensor_parallel_degree of 2 or more, got 1", {}),
     ],
 )
 def test_what_stays_as_it_is_is_logged_and_counted(
@@ -108,40 +101,40 @@ def test_what_stays_as_it_is_is_logged_and_counted(
 
 
 def pair(
-    world: int,
-    folder: Path,
-    config: str,
-    flags: str,
-    *overrides: str,
-    how: str = "",
-    stock: str = "",
+    world: int, folder: Path, config: str, flags: str, *overrides: str, how: str = ""
 ) -> list[dict[str, Any]]:
-    """What each rank has of a training with ficco, whose losses are those of stock's.
-
-    Args:
-        stock: the configuration without ficco, if it is another one.
-    """
-    want = trained(world, folder, stock or config, flags)[
-        -1
-    ]  # in a pipeline, the rank that has any
+    """What each rank has of a training with ficco, whose losses are those of stock's: where ficco
+    comes in otherwise than by overrides, those of the usual configuration."""
+    # In a pipeline the last rank has losses.
+    want = trained(world, folder, "fused" if how else config, flags)[-1]
     assert min(want["losses"]) > 0 and want["calls"] == {}
     found = trained(world, folder, config, flags, *overrides, how=how)
     same(found[-1], want)
     return found
 
 
-def test_tensor_parallelism_alone_on_four_ranks(tmp_path: Path) -> None:
-    flags = f"--parallelism.tensor_parallel_degree 4 {PARTIAL}"
-    assert all(calls(found) == STEP for found in pair(4, tmp_path, "fused", flags, *ALL))
+@pytest.mark.parametrize(
+    ("world", "config", "flags", "step"),
+    [
+        (4, "fused", f"--parallelism.tensor_parallel_degree 4 {PARTIAL}", STEP),
+        # Inside FSDP.
+        (4, "separate", f"{TWO} {PARTIAL}", STEP),
+        later(4, "separate", f"{TWO} {TYPES}", STEP),
+        later(2, "fused", f"{TWO} {TYPES}", STEP),
+        later(2, "fused", f"{TWO} {TYPES} {COMPILED}", STEP),
+        later(2, "fused", f"{TWO} {FULL} {COMPILED}", STEP),
+        later(2, "full", f"{TWO} {TYPES} --debug.spmd_typechecking", TWICE),
+        later(2, "full_separate", f"{TWO} {TYPES} --debug.spmd_typechecking", TWICE),
+    ],
+)
+def test_every_backend_compiled_and_type_checked(
+    world: int, config: str, flags: str, step: dict[str, int], tmp_path: Path
+) -> None:
+    ranks = pair(world, tmp_path, config, flags, *ALL)
+    assert all(calls(each) == step for each in ranks)
 
 
-@pytest.mark.parametrize("backend", [PARTIAL, pytest.param(TYPES, marks=later)])
-def test_separate_weights_inside_fsdp(backend: str, tmp_path: Path) -> None:
-    ranks = pair(4, tmp_path, "separate", f"{TWO} {backend}", *ALL)
-    assert all(calls(found) == STEP for found in ranks)
-
-
-@pytest.mark.parametrize("backend", [PARTIAL, pytest.param(TYPES, marks=later)])
+@pytest.mark.parametrize("backend", [PARTIAL, later(TYPES)])
 def test_the_last_rank_of_a_pipeline_has_stocks_losses(backend: str, tmp_path: Path) -> None:
     for found in pair(4, tmp_path, "fused", f"{PIPELINE} {backend}", *ALL):
         # One layer for two microbatches, and once more to learn the shapes that stages exchange.
@@ -150,10 +143,8 @@ def test_the_last_rank_of_a_pipeline_has_stocks_losses(backend: str, tmp_path: P
 
 
 def test_a_checkpoint_of_either_is_resumed_by_the_other(tmp_path: Path) -> None:
-    flags = (
-        f"{TWO} {PARTIAL} --training.steps 4 --checkpoint.enable --checkpoint.interval 2 "
-        "--dump_folder"
-    )
+    saves = "--checkpoint.enable --checkpoint.interval 2 --dump_folder"
+    flags = f"{TWO} {PARTIAL} --training.steps 4 {saves}"
     stock, _ = trained(2, tmp_path, "fused", f"{flags} stock")
     trained(2, tmp_path, "fused", f"{flags} ficco", *ALL)
     for folder, overrides, step in (("stock", ALL, STEP), ("ficco", [], {})):
@@ -163,37 +154,17 @@ def test_a_checkpoint_of_either_is_resumed_by_the_other(tmp_path: Path) -> None:
         assert calls(found) == step
 
 
-@pytest.mark.parametrize(
-    ("config", "flags", "step"),
-    [
-        ("fused", TYPES, STEP),
-        ("fused", f"{TYPES} {COMPILED}", STEP),
-        ("fused", f"{FULL} {COMPILED}", STEP),
-        ("full", f"{TYPES} --debug.spmd_typechecking", TWICE),
-        ("full_separate", f"{TYPES} --debug.spmd_typechecking", TWICE),
-    ],
-)
-@later
-def test_every_backend_compiled_and_type_checked(
-    config: str, flags: str, step: dict[str, int], tmp_path: Path
-) -> None:
-    found = pair(2, tmp_path, config, f"{TWO} {flags}", *ALL)
-    assert all(calls(each) == step for each in found)
-
-
-@later
+@LATER
 def test_pytorchs_fused_operators_can_be_ficcos(tmp_path: Path) -> None:
     # Stock cannot run them on CPUs: it runs the collectives.
-    found = pair(2, tmp_path, "dist_gemm", f"{TWO} {TYPES}", how="symm_mem", stock="fused")
-    assert all(calls(each) == TWICE for each in found)
+    ranks = pair(2, tmp_path, "dist_gemm", f"{TWO} {TYPES}", how="symm_mem")
+    assert all(calls(each) == TWICE for each in ranks)
 
 
-@later
+@LATER
 def test_the_pass_runs_in_inductor(tmp_path: Path) -> None:
-    for found in pair(
-        2, tmp_path, "fused", f"{TWO} {TYPES} --compile.enable", how="inductor", stock="fused"
-    ):
-        assert found["replaced"] == [9, 4]
+    ranks = pair(2, tmp_path, "fused", f"{TWO} {TYPES} --compile.enable", how="inductor")
+    assert all(each["replaced"] == [9, 4] for each in ranks)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by what torchtitan imports

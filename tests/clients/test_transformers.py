@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from pages import snippet
-from ranks import Rank, caught, counted, run
+from ranks import Rank, caught, counted, on_ranks
+from test_nn import refuses
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -37,7 +38,7 @@ SIZES = {
 }
 
 
-def saved(family: str, at: Rank, folder: str, **changes: Any) -> Any:
+def saved(family: str, at: Rank, folder: Path, **changes: Any) -> Any:
     """The configuration of a small model with random weights, which rank 0 saves."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -55,7 +56,7 @@ def saved(family: str, at: Rank, folder: str, **changes: Any) -> Any:
     return config
 
 
-def loaded(folder: str, plan: Any = None) -> Any:
+def loaded(folder: Path, plan: Any = None) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -81,10 +82,10 @@ def trained(model: Any, length: int) -> dict[str, torch.Tensor]:
     return {"loss": out.loss.detach(), "logits": out.logits.detach(), **grads}
 
 
-def generated(model: Any, length: int) -> list[int]:
+def generated(model: Any, length: int, **how: Any) -> list[int]:
     torch.manual_seed(2)
     prompt = torch.randint(1, 128, (2, length))
-    tokens = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    tokens = model.generate(prompt, **{"max_new_tokens": 8, "do_sample": False} | how)
     return tokens.flatten().tolist()
 
 
@@ -101,13 +102,18 @@ REPLICATED = {"matmul_all_reduce": 9}
 SEQUENCE = {"all_gather_matmul": 12, "matmul_reduce_scatter": 8, "matmul_all_reduce": 1}
 
 
-def _models(at: Rank, family: str, sequence: bool, folder: str) -> None:
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt_neox"])
+@on_ranks(2, timeout=120)
+def test_models_are_the_unsharded_ones(
+    at: Rank, family: str, sequence: bool, tmp_path: Path
+) -> None:
     from ficco.integrations.transformers import plan, register
 
     register()
-    config = saved(family, at, folder)
-    whole, rules = loaded(folder), plan(config, sequence_parallel=sequence)
-    model = loaded(folder, rules)
+    config = saved(family, at, tmp_path)
+    whole, rules = loaded(tmp_path), plan(config, sequence_parallel=sequence)
+    model = loaded(tmp_path, rules)
     # Also a length that the ranks cannot share.
     for length, calls in ((16, SEQUENCE if sequence else REPLICATED), (15, REPLICATED)):
         want = trained(whole, length)
@@ -121,140 +127,96 @@ def _models(at: Rank, family: str, sequence: bool, folder: str) -> None:
         close(trained(model, 16), trained(whole, 16))
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt_neox"])
-def test_models_are_the_unsharded_ones(family: str, sequence: bool, tmp_path: Path) -> None:
-    run(2, _models, family, sequence, str(tmp_path), timeout=120)
-
-
-def _as_the_page_has_it(at: Rank, folder: str) -> None:
-    saved("llama", at, folder)
-    names: dict[str, Any] = {"path": folder}
+@on_ranks(2, timeout=120, fresh=True)
+def test_the_page_has_what_runs(at: Rank, tmp_path: Path) -> None:
+    saved("llama", at, tmp_path)
+    names: dict[str, Any] = {"path": tmp_path}
     # As torchrun does.
     os.environ |= {"RANK": f"{at.rank}", "LOCAL_RANK": f"{at.rank}", "WORLD_SIZE": f"{at.world}"}
     exec(snippet("transformers"), names)
     with counted() as counts:
-        close(trained(names["model"], 16), trained(loaded(folder), 16))
+        close(trained(names["model"], 16), trained(loaded(tmp_path), 16))
     assert counts == SEQUENCE, counts
 
 
-def test_the_page_has_what_runs(tmp_path: Path) -> None:
-    run(2, _as_the_page_has_it, str(tmp_path), timeout=120, fresh=True)
-
-
-def _by_stock_names(at: Rank, folder: str) -> None:
+@on_ranks(4, timeout=120, fresh=True)
+def test_stock_names_run_ficco(at: Rank, tmp_path: Path) -> None:
     """``tp_plan="auto"`` on four ranks: a static cache, and a checkpoint that anyone loads."""
     from ficco.integrations.transformers import register
 
     register(replace=True)
-    saved("llama", at, f"{folder}/whole")
-    whole, model = loaded(f"{folder}/whole"), loaded(f"{folder}/whole", "auto")
+    saved("llama", at, tmp_path / "whole")
+    whole, model = loaded(tmp_path / "whole"), loaded(tmp_path / "whole", "auto")
     with counted() as counts:
         close(trained(model, 16), trained(whole, 16))
     # Without rules for attention and MLP the gradients of q, k, v and of gate, up are summed apart.
     assert counts == {"matmul_all_reduce": 15}
-    torch.manual_seed(2)
-    prompt = torch.randint(1, 128, (1, 5))
-    static = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
-    assert torch.equal(model.generate(prompt, **static), whole.generate(prompt, **static))
-    model.save_pretrained(f"{folder}/saved")
+    static = {"max_new_tokens": 4, "cache_implementation": "static"}
+    assert generated(model, 5, **static) == generated(whole, 5, **static)
+    model.save_pretrained(tmp_path / "saved")
     at.barrier()
-    again = loaded(f"{folder}/saved").state_dict()
+    again = loaded(tmp_path / "saved").state_dict()
     for name, tensor in whole.state_dict().items():
         assert torch.equal(again[name], tensor), name
 
 
-def test_stock_names_run_ficco(tmp_path: Path) -> None:
-    run(4, _by_stock_names, str(tmp_path), timeout=120, fresh=True)
-
-
-def _compiled(at: Rank, folder: str) -> list[int]:
+@on_ranks(2, timeout=250)
+def test_compiled_models_are_the_unsharded_ones(at: Rank, tmp_path: Path) -> None:
     from ficco import passes
     from ficco.integrations.transformers import plan, register
 
     register()
-    config = saved("llama", at, folder)
-    want = trained(loaded(folder), 16)
-    model = loaded(folder, plan(config, sequence_parallel=True))
+    config = saved("llama", at, tmp_path)
+    want = trained(loaded(tmp_path), 16)
+    model = loaded(tmp_path, plan(config, sequence_parallel=True))
     model.compile(backend="aot_eager", fullgraph=True)
     close(trained(model, 16), want)
     torch._dynamo.reset()
-    model, backend = loaded(folder, "auto"), passes.backend("aot_eager")
+    model, backend = loaded(tmp_path, "auto"), passes.backend("aot_eager")
     model.compile(backend=backend)
     close(trained(model, 16), want)
     torch._dynamo.reset()
-    mlp = loaded(folder, "auto").model.layers[0].mlp
+    mlp = loaded(tmp_path, "auto").model.layers[0].mlp
     x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(torch.compile(mlp, backend="ficco")(x), mlp(x))
-    reports = (backend.report, passes.torch_compile.report)
-    return [len(part) for report in reports for part in (report.replaced, report.left)]
-
-
-def test_compiled_models_are_the_unsharded_ones(tmp_path: Path) -> None:
     # Left are the sum of the embedding and the gathering of the logits.
-    for replaced_and_left in run(2, _compiled, str(tmp_path), timeout=250):
-        assert replaced_and_left == [15, 2, 1, 0]
+    for report, counts in ((backend.report, (15, 2)), (passes.torch_compile.report, (1, 0))):
+        assert (len(report.replaced), len(report.left)) == counts
 
 
-def _refused(at: Rank) -> list[Any]:
+@on_ranks(2)
+def test_what_is_not_served_is_refused(at: Rank, tmp_path: Path) -> None:
+    """By plans, by heads of keys that ranks cannot share, and for adapters of peft where the ranks
+    share the sequence."""
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig
 
-    from ficco.integrations.transformers import plan
+    from ficco.integrations.transformers import plan, register
 
+    register()
     experts = AutoConfig.for_model("mixtral", **SIZES, num_local_experts=4)
     rules = plan(experts)
     assert rules["model.layers.*.self_attn.o_proj"] == "ficco_rowwise"
     assert not any("experts" in name for name in rules), rules
     without = AutoConfig.for_model("gpt2", n_embd=8, n_head=1, n_layer=1, vocab_size=8)
-    model = torch.nn.Module()
+    model: Any = torch.nn.Module()
     model.tp_plan = {"layers.*.attention": "colwise"}
     named = SimpleNamespace(from_config=lambda config: model)
-    return [
-        caught(lambda: plan(experts, sequence_parallel=True)),
-        caught(lambda: plan(without)),
-        caught(lambda: plan(without, auto_class=named)),
-    ]
-
-
-def test_plans_refuse_what_they_do_not_serve() -> None:
-    (experts, without, unnamed), _ = run(2, _refused)
-    assert experts.type == "NotImplementedError" and "moe_tp_experts" in experts.text
-    assert without.type == "ValueError" and "GPT2LMHeadModel has none" in without.text
-    assert unnamed.type == "ValueError" and "nn.Linear layers, got Module with col" in unnamed.text
-
-
-def _heads_refused(at: Rank, folder: str) -> Any:
-    from ficco.integrations.transformers import plan, register
-
-    register()
-    config = saved("llama", at, folder, num_key_value_heads=1)
-    return caught(lambda: loaded(folder, plan(config)))
-
-
-def test_heads_of_keys_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
-    for failure in run(2, _heads_refused, str(tmp_path)):
-        assert failure.type == "ValueError", failure
-        assert "num_key_value_heads that 2 ranks can share, got 1" in failure.text, failure
-
-
-def _adapted(at: Rank, folder: str) -> Any:
-    """Adapters of peft where the ranks share the sequence."""
-    from peft import LoraConfig, get_peft_model
-
-    from ficco.integrations.transformers import plan, register
-
-    register()
-    config = saved("llama", at, folder)
-    model = loaded(folder, plan(config, sequence_parallel=True))
+    few = saved("llama", at, tmp_path / "few", num_key_value_heads=1)
+    config = saved("llama", at, tmp_path / "all")
     lora = LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
-    adapted = get_peft_model(model, lora)
-    return caught(lambda: trained(adapted, 16))
-
-
-def test_adapters_between_sequence_shards_are_refused(tmp_path: Path) -> None:
-    for failure in run(2, _adapted, str(tmp_path)):
-        assert failure.type == "NotImplementedError", failure
-        assert "such as an adapter of peft" in failure.text, failure
+    adapted = get_peft_model(loaded(tmp_path / "all", plan(config, sequence_parallel=True)), lora)
+    heads = "num_key_value_heads that 2 ranks can share, got 1"
+    refuses(
+        ("GPT2LMHeadModel has none", lambda: plan(without)),
+        ("nn.Linear layers, got Module with col", lambda: plan(without, auto_class=named)),
+        (heads, lambda: loaded(tmp_path / "few", plan(few))),
+    )
+    refuses(
+        ("moe_tp_experts", lambda: plan(experts, sequence_parallel=True)),
+        ("such as an adapter of peft", lambda: trained(adapted, 16)),
+        kind="NotImplementedError",
+    )
 
 
 class Own(torch.nn.Linear):
@@ -264,7 +226,8 @@ class Own(torch.nn.Linear):
         return super().forward(x)
 
 
-def _left(at: Rank) -> None:
+@on_ranks(2, fresh=True)
+def test_layers_left_to_transformers_are_counted_and_refused(at: Rank) -> None:
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
     from ficco.integrations.transformers import register
@@ -296,11 +259,8 @@ def _left(at: Rank) -> None:
         assert ficco.counters() == {(name, collective): (0, 0, {}, 1, 0.0)}, style
 
 
-def test_layers_left_to_transformers_are_counted_and_refused() -> None:
-    run(2, _left, fresh=True)
-
-
-def _quantized(at: Rank, folder: str) -> None:
+@on_ranks(2, timeout=120)
+def test_quantized_models_are_those_of_stock_plans(at: Rank, tmp_path: Path) -> None:
     from torchao.quantization import Int8WeightOnlyConfig
     from transformers import AutoModelForCausalLM, TorchAoConfig
     from transformers.distributed import DistributedConfig
@@ -308,11 +268,11 @@ def _quantized(at: Rank, folder: str) -> None:
     from ficco.integrations.transformers import plan, register
 
     register()
-    config, ids = saved("llama", at, folder), torch.arange(1, 17)[None]
+    config, ids = saved("llama", at, tmp_path), torch.arange(1, 17)[None]
 
     def logits(rules: Any) -> torch.Tensor:
         model = AutoModelForCausalLM.from_pretrained(
-            folder,
+            tmp_path,
             attn_implementation="eager",
             dtype=torch.float32,
             quantization_config=TorchAoConfig(Int8WeightOnlyConfig()),
@@ -326,7 +286,3 @@ def _quantized(at: Rank, folder: str) -> None:
     for sequence in (False, True):
         found = logits(plan(config, sequence_parallel=sequence))
         assert (found - want).abs().max() / want.abs().max() < CLOSE, f"sequence={sequence}"
-
-
-def test_quantized_models_are_those_of_stock_plans(tmp_path: Path) -> None:
-    run(2, _quantized, str(tmp_path), timeout=120)

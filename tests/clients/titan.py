@@ -7,7 +7,6 @@ divided sums. Nothing that concerns tensor parallelism is replaced.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
@@ -15,7 +14,7 @@ import random
 import sys
 import time
 import types
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,9 +46,10 @@ def assets(folder: Path) -> None:
     (folder / "tests/assets/c4_test/data.json").write_text(text)
 
 
-def _model(fuse_qkv: bool, tp_gemm_backend: str) -> Any:
+def _model(fuse_qkv: bool, tp_gemm_backend: str = "default", full: bool = False) -> Any:
     """torchtitan's Llama 3 with two layers."""
     import torchtitan.models.llama3 as llama3
+    from torchtitan.distributed.activation_checkpoint import FullAC
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
     config = llama3_debugmodel()
@@ -66,37 +66,17 @@ def _model(fuse_qkv: bool, tp_gemm_backend: str) -> Any:
         tp_gemm_backend=tp_gemm_backend,
     )
     config.model_spec.model = stock
+    if tp_gemm_backend != "default":
+        config.parallelism.spmd_backend = "spmd_types"
+    if full:
+        config.activation_checkpoint = FullAC.Config()
     return config
 
 
-def fused() -> Any:
-    return _model(True, "default")
-
-
-def separate() -> Any:
-    return _model(False, "default")
-
-
-def _checkpointed(config: Any) -> Any:
-    """Whole blocks run again in the backward."""
-    from torchtitan.distributed.activation_checkpoint import FullAC
-
-    config.activation_checkpoint = FullAC.Config()
-    return config
-
-
-def full() -> Any:
-    return _checkpointed(fused())
-
-
-def full_separate() -> Any:
-    return _checkpointed(separate())
-
-
-def dist_gemm() -> Any:
-    config = _model(True, "dist_gemm")
-    config.parallelism.spmd_backend = "spmd_types"
-    return config
+#: Configurations, which torchtitan finds by name; of full ones whole blocks run in the backward.
+fused, separate = partial(_model, True), partial(_model, False)
+full, full_separate = partial(_model, True, full=True), partial(_model, False, full=True)
+dist_gemm = partial(_model, True, "dist_gemm")
 
 
 def cpu_device() -> None:
@@ -167,25 +147,6 @@ def sums_on_gloo() -> None:
     fsdp.disable_fsdp_gradient_division = disable
 
 
-@contextlib.contextmanager
-def logged() -> Iterator[dict[str, list[float]]]:
-    """The losses and the norms of all gradients that the trainer logs, as numbers."""
-    from torchtitan.components.metrics import MetricsProcessor
-
-    values: dict[str, list[float]] = {"losses": [], "norms": []}
-    stock = MetricsProcessor.log
-
-    def log(
-        self: Any, step: int, loss: float, max_loss: float, norm: float, *args: Any, **kwargs: Any
-    ) -> None:
-        values["losses"].append(float(loss))
-        values["norms"].append(float(norm))
-        stock(self, step, loss, max_loss, norm, *args, **kwargs)
-
-    with mock.patch.object(MetricsProcessor, "log", log):
-        yield values
-
-
 def behind_symm_mem() -> None:
     import torch.distributed._symmetric_memory as symm_mem
 
@@ -220,6 +181,7 @@ def train(at: Rank, folder: str, how: str, arguments: list[str]) -> dict[str, An
     as_in_later_pytorch()
     import torchtitan.trainer as trainer
     from torch._inductor import config
+    from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.tools.logging import logger
     from torchtitan.train import main
 
@@ -232,9 +194,10 @@ def train(at: Rank, folder: str, how: str, arguments: list[str]) -> dict[str, An
         behind_symm_mem()
     found = passes.inductor_pass() if how == "inductor" else None
     sys.argv = ["train", *arguments]
+    stock = MetricsProcessor.log
     with (
         counted() as counts,
-        logged() as values,
+        mock.patch.object(MetricsProcessor, "log", autospec=True, side_effect=stock) as log,
         mock.patch.object(logger, "warning", wraps=logger.warning) as warning,
         config.patch(post_grad_custom_pre_pass=found),
     ):
@@ -246,4 +209,7 @@ def train(at: Rank, folder: str, how: str, arguments: list[str]) -> dict[str, An
     warned = [text for text in warned if text.startswith("ficco:")]
     report = getattr(found, "report", passes.Report())
     replaced = [len(report.replaced), len(report.left)]
+    # Of each step: itself, the mean and the largest loss, and the norm of all gradients.
+    rows = [one.args[1:] for one in log.call_args_list]
+    values = {"losses": [float(row[1]) for row in rows], "norms": [float(row[3]) for row in rows]}
     return {**values, "calls": counts, "warned": warned, "replaced": replaced, "left": left}

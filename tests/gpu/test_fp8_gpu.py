@@ -20,16 +20,11 @@ from test_fp8 import (  # noqa: F401  collected here, with this module's device
     drawn,
     made,
     schedules,
-    test_each_shard_has_its_own_factor,
     test_forms_of_operands,
     test_memory_keeps_to_its_cap,
     test_rows_that_wait_or_tell_have_their_factors,
 )
-from test_fp8_layers import (  # noqa: F401  the same
-    test_functions_are_exact,
-    test_layers_are_exact,
-    test_losses_follow_those_of_the_unsharded,
-)
+from test_fp8_layers import test_functions_are_exact  # noqa: F401  the same
 from test_fp8_quantize import (  # noqa: F401  the same
     test_every_schedule_casts_exactly,
     test_forms_of_what_is_cast,
