@@ -284,13 +284,12 @@ class Gather(Stage):
         for peer in self.mine.set_of:
             places = zip(self._regions(peer), self.mine.gathered(peer), strict=True)
             self.places |= zip(self.mine.units(peer), places, strict=True)
-        rows = self.mine.block(me)
-        self.own = Unit(me, 0, 0, rows if schedule.dims == 1 else problem.k, OWN)
+        first, rows, k = problem.leaves(me, me), problem.block(me, me), problem.k
+        self.own = Unit(me, 0, 0, rows if schedule.dims == 1 else k, OWN)
         if self.own_is_separate():
             self.groups = {OWN: [self.own], **self.groups}
-            ends = (self.a, problem.leaves(me, me)), ("gathered", problem.lands(me, me))
-            region, gathered = (self.mine.region(name, me, row, self.own) for name, row in ends)
-            self.places[self.own] = region, gathered
+            region = Region(self.a, me, first, first + rows, 0, k)
+            self.places[self.own] = region, Region("gathered", me, *world.block(me, me), 0, k)
         self.traffic = Traffic(builder, schedule, world)
         self.traffic.announce()
         self.senders = dict.fromkeys(peer for peer in self.mine.set_of if peer != self.me)
@@ -438,7 +437,8 @@ class Gather(Stage):
         label = "own" if group == OWN else " ".join(numbers)
         step = self.add(Step(work, lane, label, waits, after=(*after, *brought)))
         self.keep(lane, units)
-        self._release(group)
+        if self.stages:
+            self._release(group, self.stages)
         return step
 
     def _place_own(self, units: list[Unit], lane: str, after: After) -> None:
@@ -455,16 +455,15 @@ class Gather(Stage):
             for unit in units:
                 self._place(lane, *self.places[unit])
 
-    def _release(self, group: int) -> None:
+    def _release(self, group: int, stages: Stages) -> None:
         """Let the last step free the stage of a group: it posts to the peers that write to the
         stage next, after this rank has acquired their slots."""
         self.last_use[group] = last = len(self.steps) - 1
-        if self.stages and (following := self.stages.next_of.get(group)) is not None:
-            units = [unit for unit in self.groups[following] if unit.peer != self.me]
-            posts = tuple(chain.from_iterable(self.world.room(self.me, unit) for unit in units))
-            acquired, step = {self.acquired[signal.waiter] for signal in posts}, self.steps[last]
-            after = (*step.after, *sorted(acquired))
-            self.steps[last] = step._replace(posts=posts, after=after)
+        coming = self.groups.get(stages.next_of.get(group, OWN), [])
+        units = [unit for unit in coming if unit.peer != self.me]
+        posts = tuple(chain.from_iterable(self.world.room(self.me, unit) for unit in units))
+        acquired, step = {self.acquired[signal.waiter] for signal in posts}, self.steps[last]
+        self.steps[last] = step._replace(posts=posts, after=(*step.after, *sorted(acquired)))
 
 
 class GatherStage(Stage):
