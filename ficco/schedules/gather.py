@@ -2,11 +2,6 @@
 
 :class:`GatherWorld` is the route of the rows. :class:`Gather` has the copies of one rank, and adds
 a step for each group of arrived rows. Its users supply the work of these steps.
-
-Some products sum over the rows that travel, as the gradient of a weight does
-(:class:`InnerGatherStage`). There, arriving rows of A are multiplied by the same rows of the local
-B, and each product adds to the whole result. Pieces of rows thus act as pieces of columns do in a
-product of A itself, but need no strided copies. Pieces of columns make rows of the result.
 """
 
 from __future__ import annotations
@@ -277,26 +272,53 @@ class Gather(Stage):
 
     def __init__(self, world: GatherWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        problem, schedule, me = self.problem, self.schedule, self.me
-        self.mine, self.stages = world.arrivals[me], world.stages[me] if world.stages else None
+        self.mine = world.arrivals[self.me]
+        self.stages = world.stages[self.me] if world.stages else None
+        self.senders = dict.fromkeys(peer for peer in self.mine.set_of if peer != self.me)
+        self.traffic = Traffic(builder, self.schedule, world)
+        self.traffic.announce()
+        self.published: After = ()  # the steps that bring A to where peers fetch it
+        self.last_use: dict[int, int] = {}  # group -> the step that frees its stage
+        self.acquired: dict[int, int] = {}  # peer -> the step that takes over its slot
+        self.after_casts = {"compute0"}  # lanes that run after all casts of A
+        self._find_places()
+        self._assign_lanes()
+
+    def _find_places(self) -> None:
+        """Set the groups of units, the place of each unit, and the own shard as a unit."""
+        world, problem, me = self.world, self.problem, self.me
         self.groups = dict(enumerate(self.mine.by_group))
         self.places = dict[Unit, tuple[Region, Region]]()
         for peer in self.mine.set_of:
             places = zip(self._regions(peer), self.mine.gathered(peer), strict=True)
             self.places |= zip(self.mine.units(peer), places, strict=True)
         first, rows, k = problem.leaves(me, me), problem.block(me, me), problem.k
-        self.own = Unit(me, 0, 0, rows if schedule.dims == 1 else k, OWN)
+        self.own = Unit(me, 0, 0, rows if self.schedule.dims == 1 else k, OWN)
         if self.own_is_separate():
             self.groups = {OWN: [self.own], **self.groups}
             region = Region(self.a, me, first, first + rows, 0, k)
             self.places[self.own] = region, Region("gathered", me, *world.block(me, me), 0, k)
-        self.traffic = Traffic(builder, schedule, world)
-        self.traffic.announce()
-        self.senders = dict.fromkeys(peer for peer in self.mine.set_of if peer != self.me)
-        self.published: After = ()  # the steps that bring A to where peers fetch it
-        self.last_use: dict[int, int] = {}  # group -> the step that frees its stage
-        self.acquired: dict[int, int] = {}  # peer -> the step that takes over its slot
-        self.after_casts = {"compute0"}  # lanes that run after all casts of A
+
+    def own_is_separate(self) -> bool:
+        """Whether the own shard is a group of its own. A sum over no rows is zeros, which the
+        product of the own rows writes."""
+        problem, me = self.problem, self.me
+        if problem.kind.inner and not problem.product_rows(me):
+            return True
+        return not self.schedule.uniform and problem.block(me, me) > 0
+
+    def _regions(self, peer: int) -> list[Region]:
+        """Regions of a peer's units when they are used. Own units are in the operand or, next to
+        units of peers, in staging."""
+        me, landed = self.me, self.world.landed(peer, self.me, self.me)
+        if peer != me:
+            return landed
+        mixed = [any(one.peer != me for one in self.groups[i.group]) for i in self.mine.units(me)]
+        ends = zip(self.mine.in_shard(self.a, me), landed, mixed, strict=True)
+        return [staged if moves else region for region, staged, moves in ends]
+
+    def _assign_lanes(self) -> None:
+        world, schedule, builder = self.world, self.schedule, self.builder
         turns = {peer: self._turn(peer) for peer in self.peers}
         builder.assign_lanes(sorted(turns, key=turns.__getitem__), schedule.copy)
         #: Peers in the order of the copies of one group.
@@ -308,14 +330,6 @@ class Gather(Stage):
         if launched and schedule.uniform and most <= 1:
             builder.lane_of = dict.fromkeys(builder.lane_of, "compute0")
 
-    def own_is_separate(self) -> bool:
-        """Whether the own shard is a group of its own. A sum over no rows is zeros, which the
-        product of the own rows writes."""
-        problem, me = self.problem, self.me
-        if problem.kind.inner and not problem.product_rows(me):
-            return True
-        return not self.schedule.uniform and problem.block(me, me) > 0
-
     def _turn(self, peer: int) -> tuple[int, int, int]:
         """Sort key of a peer: when this rank first copies from it (pull) or to it."""
         if self.schedule.pull:
@@ -323,16 +337,6 @@ class Gather(Stage):
         target = self.world.arrivals[peer]
         first = next((unit.group for unit in target.units(self.me)), target.group_count)
         return first, target.place_in_set[self.me], (peer - self.me) % self.problem.world
-
-    def _regions(self, peer: int) -> list[Region]:
-        """Regions of a peer's units when they are used. Own units are in the operand or, next to
-        units of peers, in staging."""
-        me, landed = self.me, self.world.landed(peer, self.me, self.me)
-        if peer != me:
-            return landed
-        mixed = [any(one.peer != me for one in self.groups[i.group]) for i in self.mine.units(me)]
-        ends = zip(self.mine.in_shard(self.a, me), landed, mixed, strict=True)
-        return [staged if moves else region for region, staged, moves in ends]
 
     # Opening a call.
 
@@ -531,8 +535,12 @@ class GatherStage(Stage):
 
 
 class InnerGatherStage(GatherStage):
-    """Steps of one rank for products that sum over the rows that travel. Products that add to the
-    same rows stay on one lane in a fixed order, so that results repeat to the last bit."""
+    """Steps of one rank for products that sum over the rows that travel, as the gradient of a
+    weight does. Arriving rows of A are multiplied by the same rows of the local B, and each product
+    adds to the whole result. Pieces of columns of A make rows of the result.
+
+    Products that add to the same rows stay on one lane in a fixed order, so that results repeat to
+    the last bit."""
 
     def __init__(self, world: GatherWorld, builder: Builder) -> None:
         super().__init__(world, builder)
