@@ -72,8 +72,7 @@ class TiledGatherStage(GatherStage):
         gather.keep("compute0", own)
         for group, items in enumerate(gather.open()):
             gather.copy(group, items)
-        arriving = sorted(chain.from_iterable(self.mine.by_group))
-        arrive = contiguous(map(self._times, arriving))
+        arrive = contiguous(map(self._times, sorted(chain.from_iterable(self.mine.by_group))))
         products = (*map(self._times, own), *arrive)
         if products:
             arrived = {peer: self.world.signals(peer, self.me, peer) for peer in gather.senders}
@@ -83,8 +82,7 @@ class TiledGatherStage(GatherStage):
             self.add(Step(work, "compute0", label, gates=gates))
         if self.problem.return_gathered:
             for product in arrive:
-                rows = product.out.row, product.out.row_stop
-                gathered = Region("gathered", self.me, *rows, 0, self.problem.k)
+                gathered = Region("gathered", self.me, *product.out[2:4], 0, self.problem.k)
                 self._place("compute0", product.a, gathered)
         yield from self.groups
         if self.schedule.pull:
