@@ -93,7 +93,7 @@ class RingGather(Gather):
         return (self.me + 1) % self.problem.world
 
     def turns(self) -> list[list[Item]]:
-        if not self.groups:
+        if not self.mine.group_count:
             return super().turns()
         own = chain.from_iterable(self.traffic.leaving([self.target]))
         turns = self.traffic.coming(peer for peer in self.mine.set_of if peer != self.target)
@@ -113,16 +113,9 @@ class SavedGather(Gather):
 
     def __init__(self, world: GatherWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.regions = {
-            peer: list(map(self._saved_rows, self.mine.rows(peer))) for peer in self.regions
-        }
         self.senders = {}
-
-    def _saved_rows(self, rows: Span) -> Region:
-        return Region(self.a, self.me, *rows, 0, self.problem.k)
-
-    def own_rows(self) -> Region:
-        return self._saved_rows(self.world.block(self.me, self.me))
+        for unit, (_, gathered) in self.places.items():
+            self.places[unit] = gathered._replace(buffer=self.a), gathered
 
     def turns(self) -> list[list[Item]]:
         return []
@@ -153,15 +146,9 @@ class AttentionStage(Stage):
         transfers = RingGather if self.attention.ring else Gather
         self.gather = (SavedGather if self.attention.saved else transfers)(world, builder)
         self.mine, self.groups = self.gather.mine, self.gather.groups
-        self.compute_lanes = min(self.schedule.compute, len(self.groups) + 1)
-        self.own_is_separate = not self.schedule.uniform and self.attention.rows > 0
+        self.compute_lanes = min(self.schedule.compute, self.mine.group_count + 1)
 
     def run(self) -> None:
-        self.gather.publish()
-        if self.own_is_separate:
-            self.add(Step(self._work(OWN), "compute0", "own"))
-            self.gather.keep_own()
-            self._complete("compute0", OWN)
         for group in self.gather.stream():
             if self.groups[group]:
                 self._use(group)
@@ -176,7 +163,8 @@ class AttentionStage(Stage):
 
     def _lane(self, group: int, number: int = 0) -> str:
         """The compute lane of a group's slice. Own rows, groups and slices take turns."""
-        return f"compute{(group + self.own_is_separate + number) % self.compute_lanes}"
+        turn = group + (OWN in self.groups) + number
+        return f"compute{turn % self.compute_lanes}"
 
     def _work(self, group: int) -> Attendings | None:
         slices = self.slices(group)  # of several slices each is a step of its own
@@ -201,7 +189,7 @@ class AttentionStage(Stage):
         """Ranges of queries that attend to a group; several for the last group if it is cut."""
         ends = [end for run in self.runs[group] for end in run.queries] or [0]
         first, last = min(ends), max(ends)
-        if group in (OWN, *range(len(self.groups) - 1)) or not self.cuts_queries:
+        if group in (OWN, *range(self.mine.group_count - 1)) or not self.cuts_queries:
             return [(first, last)]
         parts = cut(last - first, self.schedule.tail) or [(0, 0)]
         return [(first + a, first + b) for a, b in parts]
@@ -225,20 +213,14 @@ class AttentionStage(Stage):
     @cached_property
     def runs(self) -> dict[int, list[KeyRun]]:
         """Runs of KV rows of each group, ``OWN`` first, with the queries that attend to them."""
-        runs_of = {}
-        if self.own_is_separate:
-            own = self._run(self.gather.own_rows(), *self.world.block(self.me, self.me))
-            runs_of[OWN] = [own] if own else []
-        for group, units in enumerate(self.groups):
-            runs_of[group] = self._runs_of(units)
-        return runs_of
+        return {group: self._runs_of(units) for group, units in self.groups.items()}
 
     def _runs_of(self, units: list[Unit]) -> list[KeyRun]:
         """Runs of a group. Units whose regions and landed rows are contiguous form one run."""
         spans: list[tuple[Region, int, int]] = []
         for unit in sorted(units):
-            region = self.gather.regions[unit.peer][unit.ordinal]
-            first, last = self.mine.rows(unit.peer)[unit.ordinal]
+            region, gathered = self.gather.places[unit]
+            first, last = gathered[2:4]
             if spans and spans[-1][0].row_stop == region.row and spans[-1][2] == first:
                 before, first, _ = spans.pop()
                 region = before._replace(row_stop=region.row_stop)

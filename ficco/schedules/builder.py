@@ -230,10 +230,8 @@ class Builder:
         """Add a step that casts a region of A to float8 and writes its factors, and return its
         index. No factor of the region may belong to other parts of A, too."""
         assert problem.scaling is not None
-        share = problem.scaling.rules.a
         wide = a._replace(buffer=problem.specification.operands[0].name)
-        spans = factors_of(a[2:4], share[0]), factors_of(a[4:], share[1])
-        factors = Region("scale_a", a.rank, *spans[0], *spans[1])
+        factors = factors_in("scale_a", a, problem.scaling.rules.a)
         move = Transfer(wide, a, function=CAST, factors=factors)
         return self.add(Step(move, lane, label))
 
@@ -273,17 +271,20 @@ def _written(work: Payload) -> Iterable[Region | None]:
     return work.outs if isinstance(work, Applied) else ()
 
 
+def factors_in(buffer: str, region: Region, share: tuple[int, int]) -> Region:
+    """The region of a buffer with the factors of a region of an operand. ``share``: how many rows
+    and columns share a factor."""
+    rows, cols = factors_of(region[2:4], share[0]), factors_of(region[4:], share[1])
+    return Region(buffer, region.rank, *rows, *cols)
+
+
 def scaled(problem: Problem, product: Product, factors: Region | None = None) -> Product:
     """A product of scaled operands with the regions of their factors. ``factors``: those of a, by
     default in the caller's operand. The first of products that add up adds the bias."""
     scaling, (a, b, out) = problem.scaling, product[:3]
     assert scaling is not None
-
-    def of(name: str, region: Region, share: tuple[int, int]) -> Region:
-        rows, cols = factors_of(region[2:4], share[0]), factors_of(region[4:], share[1])
-        return Region(name, out.rank, *rows, *cols)
-
-    scales = (factors or of("scale_a", a, scaling.rules.a), of("scale_b", b, scaling.rules.b))
+    left = factors or factors_in("scale_a", a, scaling.rules.a)
+    scales = left, factors_in("scale_b", b, scaling.rules.b)
     first = scaling.bias and not b.row
     bias = Region("bias", out.rank, 0, 1, out.col, out.col_stop) if first else None
     return product._replace(factors=scales, bias=bias)

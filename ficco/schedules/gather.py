@@ -2,29 +2,25 @@
 
 :class:`GatherWorld` is the route of the rows. :class:`Gather` has the copies of one rank, and adds
 a step for each group of arrived rows. Its users supply the work of these steps.
-
-Some products sum over the rows that travel, as the gradient of a weight does
-(:class:`InnerGatherStage`). There, arriving rows of A are multiplied by the same rows of the local
-B, and each product adds to the whole result. Pieces of rows thus act as pieces of columns do in a
-product of A itself, but need no strided copies. Pieces of columns make rows of the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 
 from ficco.plan.model import PLAIN, Payload, Product, Products, Region, Signal, Step, Transfer, new
 from ficco.problems.mask import Span
 from ficco.problems.mask import merged as merged_spans
-from ficco.problems.scaling import ALL, factors_of
+from ficco.problems.scaling import factors_of
 from ficco.schedules.builder import (
     Builder,
     EachRank,
     Shapes,
     Stage,
     World,
+    factors_in,
     joined,
     merged,
     remembered,
@@ -88,20 +84,17 @@ class GatherWorld(World, Route):
     """The route of a gather: rows or columns of A, cut and ordered by their receiver.
 
     Units of peers land in ``staging``. Own units are copied there if they share a step with units
-    of peers, or if ``own_lands``. Otherwise the own shard has a separate product, and staging has a
-    place for every other row of the gathered A. Under a cap, groups use the staging in turn.
+    of peers. Otherwise the own shard has a separate product, and staging has a place for every
+    other row of the gathered A. Under a cap, groups use the staging in turn.
 
     Attributes:
         most: maximum number of units of a shard.
-        absent: number of a rank's own rows without a place in its staging, by rank.
         stages: stages of a capped staging, by rank; empty if each piece has a place.
         source: name of the buffer that pieces are copied from.
         factors_from, factors_at: names of the source and staging buffers of the factors of A.
         product: buffer of the products.
         partial: whether products of pieces add up.
     """
-
-    own_lands = False
 
     def lay_out(self) -> None:
         problem, schedule, ranks = self.problem, self.schedule, range(self.world)
@@ -111,12 +104,11 @@ class GatherWorld(World, Route):
         self.partial = schedule.dims == 2 and self.most > 1
         per_pair = max(self.most, 2)  # a rank that fetches uses two words: for valid and done
         self.kind, self.data = "valid" if schedule.pull else "ready", self.words.block(per_pair)
-        self.room = self.words.block(per_pair)
-        lands = self.own_lands or (schedule.uniform and schedule.grouping == "fused")
-        self.absent = [0 if lands else problem.block(rank, rank) for rank in ranks]
+        self.rooms = self.words.block(per_pair)
         self.staging, self.stages = f"staging{self.suffix}", list[Stages]()
-        shapes = tuple((self._landed_rows(rank), problem.k) for rank in ranks)
-        needed = max(rows for rows, _ in shapes) * problem.k * self.a.itemsize
+        rows = [problem.product_rows(rank) - self.absent(rank) for rank in ranks]
+        shapes = tuple((count, problem.k) for count in rows)
+        needed = max(rows) * problem.k * self.a.itemsize
         if self.cap is not None and needed > self.cap:
             shapes = self._take_turns(self.cap, needed)
         self.source, self.factors_from, self.factors_at = self.a.name, "scale_a", "scale_a"
@@ -126,10 +118,11 @@ class GatherWorld(World, Route):
         if (self.partial or problem.kind.inner) and self.out.itemsize < 4:
             self.product = self.buffer("sum", self.out, self.out.shapes, "local", dtype="float32")
 
-    def _landed_rows(self, rank: int) -> int:
-        """Rows of a rank's staging without a cap: those that land, and own rows if they do."""
-        rows, own = self.problem.product_rows(rank), self.problem.block(rank, rank)
-        return rows - self.absent[rank] if self.own_lands or rows > own else 0
+    def absent(self, rank: int) -> int:
+        """Number of a rank's own rows without a place in its staging."""
+        own, fused = self.problem.block(rank, rank), self.schedule.grouping == "fused"
+        shares = fused and self.schedule.uniform and self.problem.product_rows(rank) > own
+        return 0 if shares else own
 
     def _take_turns(self, cap: int, needed: int) -> Shapes:
         """Divide the staging into stages under the cap. Returns the shapes of staging."""
@@ -174,30 +167,16 @@ class GatherWorld(World, Route):
         problem, units = self.problem, self.arrivals[dst].units(owner)
         if self.stages:
             return [self.stages[rank].region(self.staging, unit) for unit in units]
-        row = problem.lands(owner, rank) - (self.absent[rank] if owner > rank else 0)
+        row = problem.lands(owner, rank) - (self.absent(rank) if owner > rank else 0)
         row += problem.leaves(owner, dst) - problem.leaves(owner, rank)
         return self.arrivals[dst].regions(self.staging, rank, row, units)
 
-    def brings_factors(self, unit: Unit) -> bool:
-        """Whether factors travel with a unit. Units that share factors send them once."""
+    def factors(self, rank: int, owner: int, gathered: Region) -> Region:
+        """Region where the factors of a region of the gathered A, from an owner, land at a rank."""
         scaling = self.problem.scaling
-        if scaling is None or not self.problem.sends_factors:
-            return False
-        shared = scaling.by_rank or (self.schedule.dims == 2 and scaling.rules.a[1] == ALL)
-        return unit.ordinal == 0 or not shared
-
-    def factors(self, unit: Unit, dst: int, rank: int, buffer: str) -> Region:
-        """Region of a rank with the factors of a unit for a receiver."""
-        problem, owner, landed = self.problem, unit.peer, buffer == self.factors_at
-        assert problem.scaling is not None
-        rows, cols = (unit.start, unit.stop), (0, problem.k)
-        if self.schedule.dims == 2:
-            rows, cols = (0, self.arrivals[dst].block(owner)), rows
-        first = problem.lands(owner, rank) if landed else problem.leaves(owner, dst)
-        if problem.scaling.by_rank:
-            first, rows = owner if landed else 0, (0, 1)
-        cols = factors_of(cols, problem.scaling.rules.a[1])
-        return Region(buffer, rank, first + rows[0], first + rows[1], *cols)
+        assert scaling is not None
+        rows = (owner, owner + 1) if scaling.by_rank else gathered[2:4]
+        return Region(self.factors_at, rank, *rows, *factors_of(gathered[4:], scaling.rules.a[1]))
 
     # The route.
 
@@ -206,52 +185,63 @@ class GatherWorld(World, Route):
         return via(self.problem, receiver, owner)
 
     def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
+        """The pieces of an owner that a rank sends to another. Those that it sends to itself are
+        its own units that are copied to staging."""
         units, pull = self.arrivals[dst].units(owner), self.schedule.pull
-        sends_factors = self.problem.sends_factors
-        if src == owner:
-            leaving, factors_from = self.arrivals[dst].in_shard(self.source, src), self.factors_from
-        else:
-            leaving, factors_from = self.landed(owner, dst, src), self.factors_at
-        rooms, posts = self.rooms(owner, dst), list[Signals]([()]) * len(units)
+        called, a = names(owner, len(units)), self.a.name if src == dst else self.source
+        relays = src != owner
+        leaving = self.landed(owner, dst, src) if relays else self.arrivals[dst].in_shard(a, src)
+        none: Signals = ()
+        waits, posts = [none] * len(units), [none] * len(units)
         if not pull:
+            waits = [self.room(dst, unit) for unit in units] if self.stages else waits
             posts = [(signal,) for signal in self.signals(owner, dst, owner)]
         elif units:  # the first piece waits for the owner's call, and the last one ends the reading
-            rooms, posts[-1] = {units[0].group: (self.begun(src, dst),)}, (self.read(dst, src),)
-        pieces, landings = list[Parcel](), self.landed(owner, dst, dst)
-        ends = zip(units, names(owner, len(units)), leaving, landings, posts, strict=True)
-        for unit, name, source, landing, signals in ends:
+            waits[0], posts[-1] = (self.begun(src, dst),), (self.read(dst, src),)
+        pieces, factors = list[Parcel](), self._factor_moves(src, dst, owner, leaving)
+        ends = units, called, leaving, self.landed(owner, dst, dst), factors, waits, posts
+        for unit, name, source, landing, factor, wait, post in zip(*ends, strict=True):
             labels: tuple[str, ...] = (f"{name}>{dst}",)
             moves: tuple[Transfer, ...] = (new(Transfer, (source, landing, 0, *PLAIN)),)
-            if sends_factors and self.brings_factors(unit):
-                factors = self.factors(unit, dst, src, factors_from)
-                move = Transfer(factors, self.factors(unit, dst, dst, self.factors_at))
-                labels, moves = (f"scale {labels[0]}", *labels), (move, *moves)
-            room = rooms.get(unit.group, ()) if rooms else ()
-            pieces.append(new(Parcel, (moves, labels, room, signals, unit.group)))
+            if factor:
+                labels, moves = (f"scale {labels[0]}", *labels), (factor, *moves)
+            pieces.append(new(Parcel, (moves, labels, wait, post, unit.group)))
         return pieces
+
+    def _factor_moves(
+        self, src: int, dst: int, owner: int, leaving: list[Region]
+    ) -> list[Transfer | None]:
+        """Copies of the factors of units. Units that share factors send them once, and a single
+        factor of all own rows is read in the operand."""
+        scaling, moves = self.problem.scaling, list[Transfer | None]()
+        if scaling is None or scaling.replicated or (scaling.by_rank and src == dst):
+            return [None] * len(leaving)
+        buffer = "scale_a" if src == dst else self.factors_from
+        for rows, gathered in zip(leaving, self.arrivals[dst].gathered(owner), strict=True):
+            source = factors_in(buffer, rows, scaling.rules.a)
+            if src != owner:
+                source = self.factors(src, owner, gathered)
+            move = Transfer(source, self.factors(dst, owner, gathered))
+            moves.append(move if move not in moves else None)
+        return moves
 
     @remembered
     def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
-        rows, poster = self.arrivals[dst].rows(owner), self.carrier(dst, owner)
+        regions, poster = self.arrivals[dst].gathered(owner), self.carrier(dst, owner)
         apart = (owner - poster) % self.world * self.data.per_poster
         first = self.data.first(owner)
         return [
-            new(Signal, ("ready", poster, dst, apart + i, first + i, *each))
-            for i, each in enumerate(rows)
+            new(Signal, ("ready", poster, dst, apart + i, first + i, *region[2:4]))
+            for i, region in enumerate(regions)
         ]
 
-    @remembered
-    def rooms(self, owner: int, rank: int) -> Mapping[int, Signals]:
-        """Signals of a rank to an owner that a stage has room for the owner's units, by group. The
-        first group in a stage needs no signal."""
-        if not self.stages or self.schedule.pull:
-            return {}
-        arrivals, later = self.arrivals[rank], self.stages[rank].room_of
-        return {
-            unit.group: (self.room.signal("room", rank, owner, unit.ordinal, rows),)
-            for unit, rows in zip(arrivals.units(owner), arrivals.rows(owner), strict=True)
-            if unit.group in later
-        }
+    def room(self, rank: int, unit: Unit) -> Signals:
+        """The signal of a rank to a sender that a stage has room for the sender's unit. The first
+        group in a stage needs none, nor do receivers that fetch."""
+        if self.schedule.pull or unit.group not in self.stages[rank].room_of:
+            return ()
+        rows = self.arrivals[rank].gathered(unit.peer)[unit.ordinal][2:4]
+        return (self.rooms.signal("room", rank, unit.peer, unit.ordinal, rows),)
 
     def gives(self, src: int, dst: int) -> bool:
         return self.problem.block(src, dst) > 0
@@ -271,10 +261,11 @@ class Gather(Stage):
     """The copies of one rank, and a step for each group of units that have arrived.
 
     Attributes:
-        mine, groups: the units that the rank uses, and these units by group.
+        own: the own shard as one unit of the group ``OWN``.
+        groups: the units that the rank uses, by group; ``OWN`` if the own shard has a separate
+            product.
+        places: by unit, its region when it is used, and its region in the gathered A.
         senders: the peers that send units to the rank.
-        regions: by rank, the regions of its units when they are used. Own units are in the operand
-            or, next to units of peers, in staging.
     """
 
     world: GatherWorld
@@ -282,39 +273,62 @@ class Gather(Stage):
     def __init__(self, world: GatherWorld, builder: Builder) -> None:
         super().__init__(world, builder)
         self.mine = world.arrivals[self.me]
-        self.groups = self.mine.by_group
-        self.traffic = Traffic(builder, self.schedule, world)
-        self.traffic.announce()
         self.stages = world.stages[self.me] if world.stages else None
         self.senders = dict.fromkeys(peer for peer in self.mine.set_of if peer != self.me)
-        self.regions = {peer: world.landed(peer, self.me, self.me) for peer in self.senders}
-        if self.me in self.mine.set_of:
-            self.regions[self.me] = self._own_regions()
-        self.published: After = ()  # the steps that copy or cast A for peers
+        self.traffic = Traffic(builder, self.schedule, world)
+        self.traffic.announce()
+        self.published: After = ()  # the steps that bring A to where peers fetch it
         self.last_use: dict[int, int] = {}  # group -> the step that frees its stage
         self.acquired: dict[int, int] = {}  # peer -> the step that takes over its slot
         self.after_casts = {"compute0"}  # lanes that run after all casts of A
+        self._find_places()
+        self._assign_lanes()
+
+    def _find_places(self) -> None:
+        """Set the groups of units, the place of each unit, and the own shard as a unit."""
+        world, problem, me = self.world, self.problem, self.me
+        self.groups = dict(enumerate(self.mine.by_group))
+        self.places = dict[Unit, tuple[Region, Region]]()
+        for peer in self.mine.set_of:
+            places = zip(self._regions(peer), self.mine.gathered(peer), strict=True)
+            self.places |= zip(self.mine.units(peer), places, strict=True)
+        first, rows, k = problem.leaves(me, me), problem.block(me, me), problem.k
+        self.own = Unit(me, 0, 0, rows if self.schedule.dims == 1 else k, OWN)
+        if self.own_is_separate():
+            self.groups = {OWN: [self.own], **self.groups}
+            region = Region(self.a, me, first, first + rows, 0, k)
+            self.places[self.own] = region, Region("gathered", me, *world.block(me, me), 0, k)
+
+    def own_is_separate(self) -> bool:
+        """Whether the own shard is a group of its own. A sum over no rows is zeros, which the
+        product of the own rows writes."""
+        problem, me = self.problem, self.me
+        if problem.kind.inner and not problem.product_rows(me):
+            return True
+        return not self.schedule.uniform and problem.block(me, me) > 0
+
+    def _regions(self, peer: int) -> list[Region]:
+        """Regions of a peer's units when they are used. Own units are in the operand or, next to
+        units of peers, in staging."""
+        me, landed = self.me, self.world.landed(peer, self.me, self.me)
+        if peer != me:
+            return landed
+        mixed = [any(one.peer != me for one in self.groups[i.group]) for i in self.mine.units(me)]
+        ends = zip(self.mine.in_shard(self.a, me), landed, mixed, strict=True)
+        return [staged if moves else region for region, staged, moves in ends]
+
+    def _assign_lanes(self) -> None:
+        world, schedule, builder = self.world, self.schedule, self.builder
         turns = {peer: self._turn(peer) for peer in self.peers}
-        in_turn = sorted(self.peers, key=turns.__getitem__)
+        builder.assign_lanes(sorted(turns, key=turns.__getitem__), schedule.copy)
         #: Peers in the order of the copies of one group.
-        self.in_turn = sorted(self.peers, key=lambda peer: turns[peer][1:])
-        builder.assign_lanes(in_turn, self.schedule.copy)
+        self.in_turn = sorted(turns, key=lambda peer: turns[peer][1:])
         # Copies by a kernel go on the lane of the product if it waits for all of them and there is
         # no other work meanwhile.
-        schedule = self.schedule
         launched = schedule.mover == "kernel" and not schedule.pull and schedule.copy == 1
         most = max(world.arrivals[rank].group_count for rank in world.largest)
         if launched and schedule.uniform and most <= 1:
-            builder.lane_of = dict.fromkeys(in_turn, "compute0")
-
-    def _own_regions(self) -> list[Region]:
-        """Regions of own units: in staging for groups with units of peers, else in the shard."""
-        units, in_shard = self.mine.units(self.me), self.mine.in_shard(self.a, self.me)
-        if len(self.mine.sets[self.mine.set_of[self.me]]) == 1:
-            return in_shard
-        ends = zip(units, in_shard, self.world.landed(self.me, self.me, self.me), strict=True)
-        mixed = [any(unit.peer != self.me for unit in units) for units in self.groups]
-        return [landed if mixed[unit.group] else region for unit, region, landed in ends]
+            builder.lane_of = dict.fromkeys(builder.lane_of, "compute0")
 
     def _turn(self, peer: int) -> tuple[int, int, int]:
         """Sort key of a peer: when this rank first copies from it (pull) or to it."""
@@ -324,21 +338,16 @@ class Gather(Stage):
         first = next((unit.group for unit in target.units(self.me)), target.group_count)
         return first, target.place_in_set[self.me], (peer - self.me) % self.problem.world
 
-    def own_rows(self) -> Region:
-        """The rank's own rows in its operand."""
-        first, rows = self.problem.leaves(self.me, self.me), self.problem.block(self.me, self.me)
-        return Region(self.a, self.me, first, first + rows, 0, self.problem.k)
-
     # Opening a call.
 
     def publish(self) -> None:
-        """Copy A to a buffer that peers can read, unless they read A in place."""
-        world, problem = self.world, self.problem
+        """Cast A if the call does, and copy it to a buffer that peers can read, unless they read A
+        in place."""
+        world, problem, begin = self.world, self.problem, len(self.steps)
         if not problem.left_rows(self.me):
             return
         if problem.given is not problem:
-            self.published = self._cast_all()
-            return
+            self._cast_all()
         copies = [(world.a, world.source)]
         if problem.sends_factors:
             copies.append((problem.factors, world.factors_from))
@@ -346,17 +355,18 @@ class Gather(Stage):
             if target != source.name:
                 rows = whole(source, self.me)
                 move = Transfer(rows, rows._replace(buffer=target))
-                self.published += (self.add(Step(move, "compute0", "publish")),)
+                self.add(Step(move, "compute0", "publish"))
+        if self.schedule.pull:
+            self.published = tuple(range(begin, len(self.steps)))
 
-    def _cast_all(self) -> After:
+    def _cast_all(self) -> None:
         """Cast the pieces of A in the order of their copies, then the other rows. If peers fetch,
-        one step casts all of A. Returns the step that peers wait for."""
+        one step casts all of A."""
         far = [target for target, _ in legs(self.problem, self.me)]
         targets = [] if self.schedule.pull else [*far, *self.in_turn]
         for _, _, piece in chain.from_iterable(self.traffic.leaving(targets)):
             self._cast(piece.moves[-1].src, "compute0")
         self._cast(whole(self.world.a, self.me), "compute0")
-        return (self.casts[-1][1],) if self.schedule.pull else ()
 
     def open(self) -> list[list[Item]]:
         """Take over the slots of the peers. Returns the pieces to copy, by group."""
@@ -398,6 +408,9 @@ class Gather(Stage):
 
     def stream(self) -> Iterator[int]:
         """Add all copies, and yield each group when :meth:`use` is to add its step."""
+        self.publish()
+        if OWN in self.groups:
+            yield OWN
         turns = self.open()
         if self.problem.hosts > 1:
             for group, items in enumerate(turns):
@@ -405,86 +418,60 @@ class Gather(Stage):
             turns = []
             self.cross()
         ahead = (self.stages and self.stages.count) or LOOKAHEAD
-        yield from self.traffic.stream(len(self.groups), turns, self.copy, ahead)
+        yield from self.traffic.stream(self.mine.group_count, turns, self.copy, ahead)
         if self.schedule.pull:
             self.traffic.close()
 
     # Arrived units.
 
     def use(self, group: int, lane: str, work: Payload | None) -> int:
-        """Add a step that works on the units of a group after their arrival, and release their
-        stage. With ``return_gathered`` also copy them to the gathered A. Returns the step."""
-        units = self.groups[group]
+        """Add a step that works on the units of a group after their arrival. With
+        ``return_gathered`` also copy them to the gathered A. Returns the step that works."""
+        units, after = self.groups[group], After()
+        own = [unit for unit in units if unit.peer == self.me]
         coming = [unit[:2] for unit in units if unit.peer in self.senders]
-        own = [unit for unit in units if unit.peer == self.me] if len(coming) < len(units) else []
-        after = self._after_casts(lane) if own and self.casts else ()
+        if own and self.casts and lane not in self.after_casts:
+            self.after_casts.add(lane)
+            after = (self.casts[-1][1],)
         if own and coming:
             self._place_own(own, lane, after)
             after = ()
         waits, brought = self.traffic.arrivals(coming, lane)
-        posts, acquired = self._release(group) if self.stages else ((), ())
-        keeps = self.problem.return_gathered
-        label = " ".join([f"{unit.peer}.{unit.ordinal}" for unit in units])
-        once = (*after, *brought) if keeps else (*after, *brought, *acquired)
-        step = self.add(Step(work, lane, label, waits, () if keeps else posts, after=once))
-        self.last_use[group] = self._keep(lane, units, posts, acquired) if keeps else step
+        numbers = [f"{unit.peer}.{unit.ordinal}" for unit in units]
+        label = "own" if group == OWN else " ".join(numbers)
+        step = self.add(Step(work, lane, label, waits, after=(*after, *brought)))
+        self.keep(lane, units)
+        if self.stages:
+            self._release(group, self.stages)
         return step
-
-    def _after_casts(self, lane: str) -> After:
-        """The last cast, for the first step of a lane that reads own rows; none for later steps."""
-        if lane in self.after_casts:
-            return ()
-        self.after_casts.add(lane)
-        return (self.casts[-1][1],)
 
     def _place_own(self, units: list[Unit], lane: str, after: After) -> None:
         """Copy own units and their factors to staging, next to units of peers."""
         room = self._room(units[0].group)
         after += tuple(i for i in room if self.steps[i].lane != lane)
-        me, shard, factors_at = self.me, self.mine.in_shard(self.a, self.me), self.world.factors_at
         for unit in units:
-            self._place(lane, shard[unit.ordinal], self.regions[me][unit.ordinal], after)
-            if self.world.brings_factors(unit) and not self.factors_stay(me):
-                src, dst = (self.world.factors(unit, me, me, at) for at in ("scale_a", factors_at))
-                self._place(lane, src, dst, after)
+            for move in reversed(self.traffic.of(self.me, self.me)[unit.ordinal].moves):
+                self._place(lane, move.src, move.dst, after)
 
-    def factors_stay(self, peer: int) -> bool:
-        """Whether products read the factors of own rows from the caller's operand."""
-        scaling = self.problem.scaling
-        return scaling is not None and scaling.by_rank and peer == self.me
-
-    def _release(self, group: int) -> tuple[Signals, After]:
-        """Signals that a group's stage is free, to the peers that write to it next, and the steps
-        that have acquired the slots of these peers."""
-        following = self.stages.next_of.get(group, OWN) if self.stages else OWN
-        rooms = (self.world.rooms(peer, self.me).get(following, ()) for peer in self.senders)
-        posts = tuple(chain.from_iterable(rooms))
-        return posts, tuple(sorted({self.acquired[signal.waiter] for signal in posts}))
-
-    def _keep(self, lane: str, units: list[Unit], posts: Signals, after: After) -> int:
-        """Copy arrived units to the gathered A. The last copy comes after the steps ``after``, and
-        posts. Returns its index."""
-        for unit in units:
-            first, last = self.problem.lands(unit.peer, self.me), unit is units[-1]
-            gathered = self.mine.region("gathered", self.me, first, unit)
-            region, ends = self.regions[unit.peer][unit.ordinal], (after, posts) if last else ()
-            index = self._place(lane, region, gathered, *ends)
-        return index
-
-    def keep_own(self) -> None:
-        """Copy the own rows to the gathered A if the call returns it."""
+    def keep(self, lane: str, units: list[Unit]) -> None:
+        """Copy units to the gathered A if the call returns it."""
         if self.problem.return_gathered:
-            rows = self.world.block(self.me, self.me)
-            own = Region("gathered", self.me, *rows, 0, self.problem.k)
-            self._place("compute0", self.own_rows(), own)
+            for unit in units:
+                self._place(lane, *self.places[unit])
+
+    def _release(self, group: int, stages: Stages) -> None:
+        """Let the last step free the stage of a group: it posts to the peers that write to the
+        stage next, after this rank has acquired their slots."""
+        self.last_use[group] = last = len(self.steps) - 1
+        coming = self.groups.get(stages.next_of.get(group, OWN), [])
+        units = [unit for unit in coming if unit.peer != self.me]
+        posts = tuple(chain.from_iterable(self.world.room(self.me, unit) for unit in units))
+        acquired, step = {self.acquired[signal.waiter] for signal in posts}, self.steps[last]
+        self.steps[last] = step._replace(posts=posts, after=(*step.after, *sorted(acquired)))
 
 
 class GatherStage(Stage):
-    """Products of one rank. ``group`` is the number of a group of units, or ``OWN``.
-
-    Attributes:
-        own_is_separate: the own rows have a separate product, before all others.
-    """
+    """Products of one rank. ``group`` is the number of a group of units, or ``OWN``."""
 
     world: GatherWorld
     transfers: type[Gather] = Gather
@@ -494,8 +481,6 @@ class GatherStage(Stage):
         self.gather = self.transfers(world, builder)
         self.mine, self.groups = self.gather.mine, self.gather.groups
         self.product = world.product.name
-        own_rows = self.problem.block(self.me, self.me)
-        self.own_is_separate = not self.schedule.uniform and own_rows > 0
 
     def run(self) -> None:
         for _ in self.flow():
@@ -503,16 +488,11 @@ class GatherStage(Stage):
 
     def flow(self) -> Iterator[int]:
         """Add the steps of :meth:`run`, and yield each group after its product."""
-        self.gather.publish()
-        if self.own_is_separate:
-            self.add(Step(Products((self._own_product(),)), "compute0", "own"))
-            self.gather.keep_own()
-            yield OWN
         for group in self.gather.stream():
             if units := self.groups[group]:
-                lane = self._lane(group, units)
+                lane = "compute0" if group == OWN else self._lane(group, units)
                 self.gather.use(group, lane, Products(self._products(group)))
-                if self.product != self.world.out.name:
+                if group != OWN and self.product != self.world.out.name:
                     self._round(lane, group)
             yield group
 
@@ -521,55 +501,31 @@ class GatherStage(Stage):
         turn = self.mine.set_of[units[0].peer] if self.schedule.dims == 2 else group
         return f"compute{turn % self.schedule.compute}"
 
-    def _own_product(self) -> Product:
-        rows, cols, out = self.world.block(self.me, self.me), (0, self.problem.k), self.world.out
-        return self._times(self.me, self.gather.own_rows(), rows, cols, out.name)
-
     def _products(self, group: int) -> tuple[Product, ...]:
-        scaling, products = self.problem.scaling, self.products[group]
+        """The products of the units of a group, in the order of ranks."""
+        scaling, products = self.problem.scaling, list(map(self._times, sorted(self.groups[group])))
         return tuple(products) if scaling and scaling.by_rank else merged(products)
 
-    @cached_property
-    def products(self) -> list[list[Product]]:
-        """One product for each unit, by group, and within a group in the order of ranks."""
-        peers = sorted(self.gather.regions)
-        return self.mine.in_groups({peer: self._of_peer(peer) for peer in peers})
-
-    def _of_peer(self, peer: int) -> list[Product]:
-        """The products of a peer's units, in order."""
-        by_columns, cols, adds = self.schedule.dims == 2, (0, self.problem.k), self.world.partial
-        regions, rows, products = self.gather.regions[peer], self.mine.rows(peer), list[Product]()
-        for unit, a, span in zip(self.mine.units(peer), regions, rows, strict=True):
-            _, ordinal, first, last, _ = unit
-            cols = (first, last) if by_columns else cols
-            products.append(self._times(peer, a, span, cols, self.product, adds and ordinal > 0))
-        return products
-
-    def _times(
-        self, peer: int, a: Region, rows: Span, cols: Span, out: str, adds: bool = False
-    ) -> Product:
-        """The product of an operand ``a`` from a peer, which adds to ``out`` or writes it. ``rows``
-        are those of the gathered A, ``cols`` those of A."""
-        me, n, scaling, factors = self.me, self.problem.n, self.problem.scaling, None
-        right, result = new(Region, (self.b, me, *cols, 0, n)), new(Region, (out, me, *rows, 0, n))
-        product = Product(a, right, result, adds)
-        if scaling is None:
+    def _times(self, unit: Unit) -> Product:
+        """The product of a unit: columns of A by rows of B. Products of columns add up."""
+        me, n, world, (a, gathered) = self.me, self.problem.n, self.world, self.gather.places[unit]
+        out = world.out.name if unit.group == OWN else self.product
+        right = new(Region, (self.b, me, *gathered[4:], 0, n))
+        result = new(Region, (out, me, *gathered[2:4], 0, n))
+        product = Product(a, right, result, world.partial and unit.ordinal > 0)
+        if (scaling := self.problem.scaling) is None:
             return product
-        staged = a.buffer != self.a or scaling.replicated
-        if staged and not self.gather.factors_stay(peer):
-            rows = (peer, peer + 1) if scaling.by_rank else rows
-            cols = factors_of(cols, scaling.rules.a[1])
-            factors = Region(self.world.factors_at, me, *rows, *cols)
+        landed = scaling.replicated or a.buffer != self.a
+        landed = landed and not (scaling.by_rank and unit.peer == me)
+        factors = world.factors(me, unit.peer, gathered) if landed else None
         return scaled(self.problem, product, factors)
 
     def completed(self, group: int) -> Iterable[Span]:
         """Ranges of rows of the result that a group completes, in rising order."""
-        if group == OWN:
-            return [self.world.block(self.me, self.me)]
-        if self.schedule.dims == 1:
-            return [(product.out.row, product.out.row_stop) for product in self.products[group]]
-        last = [unit.peer for unit in self.groups[group] if unit.stop == self.problem.k]
-        return [self.world.block(peer, self.me) for peer in sorted(last)]
+        by_columns = self.schedule.dims == 2
+        for unit in sorted(self.groups[group]):
+            if not by_columns or unit.stop == self.problem.k:
+                yield self.gather.places[unit][1][2:4]
 
     def _round(self, lane: str, group: int) -> None:
         """Round the sums that a group completes to the result, contiguous rows in one step."""
@@ -579,51 +535,43 @@ class GatherStage(Stage):
 
 
 class InnerGatherStage(GatherStage):
-    """Steps of one rank for products that sum over the rows that travel. Products that add to the
-    same rows stay on one lane in a fixed order, so that results repeat to the last bit."""
+    """Steps of one rank for products that sum over the rows that travel, as the gradient of a
+    weight does. Arriving rows of A are multiplied by the same rows of the local B, and each product
+    adds to the whole result. Pieces of columns of A make rows of the result.
+
+    Products that add to the same rows stay on one lane in a fixed order, so that results repeat to
+    the last bit."""
 
     def __init__(self, world: GatherWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        if not self.problem.product_rows(self.me):  # the own product writes a result of zeros
-            self.own_is_separate = True
-        begun = [(0, self.problem.k)] if self.own_is_separate else []
-        self.products = [
-            [
-                product if _is_first(product, begun) else product._replace(accumulate=True)
-                for product in joined(products)
-            ]
-            for products in self.products
-        ]
-        self.adds = any(one.accumulate for one in chain.from_iterable(self.products))
+        self.products = self._sums()
+        self.adds = any(one.accumulate for one in chain.from_iterable(self.products.values()))
         if not self.adds:  # each sum is one product, which rounds itself
             self.product = world.out.name
-            self.products = [
-                [one._replace(out=one.out._replace(buffer=self.product)) for one in products]
-                for products in self.products
-            ]
+            self.products = self._sums()
         over = list[Span]()  # a tail's pieces are the last of their rows
-        self.last = [
-            sorted((one.out.row, one.out.row_stop) for one in products if _is_first(one, over))
-            for products in self.products[::-1]
-        ][::-1]
+        self.last = {
+            group: sorted(one.out[2:4] for one in products if _is_first(one, over))
+            for group, products in reversed(self.products.items())
+        }
 
-    def _of_peer(self, peer: int) -> list[Product]:
-        units, by_columns = self.mine.units(peer), self.schedule.dims == 2
-        pieces = zip(units, self.gather.regions[peer], self.mine.rows(peer), strict=True)
-        return [
-            self._inner(a, rows, (unit.start, unit.stop) if by_columns else (0, self.problem.k))
-            for unit, a, rows in pieces
-        ]
+    def _sums(self) -> dict[int, list[Product]]:
+        """The products of each group. The first product of rows of the result writes them, and
+        later products add to them."""
+        begun, products = list[Span](), dict[int, list[Product]]()
+        for group, units in self.groups.items():
+            of_units = joined(map(self._times, sorted(units)))
+            products[group] = [
+                one if _is_first(one, begun) else one._replace(accumulate=True) for one in of_units
+            ]
+        return products
 
-    def _own_product(self) -> Product:
-        rows = self.world.block(self.me, self.me)
-        return self._inner(self.gather.own_rows(), rows, (0, self.problem.k))
-
-    def _inner(self, a: Region, rows: Span, out: Span) -> Product:
-        """The product of ``a`` and the same ``rows`` of B, to rows ``out`` of the result."""
-        n = self.problem.n
-        result = Region(self.product, self.me, *out, 0, n)
-        return Product(a, self._right(*rows, 0, n), result, transposed=True)
+    def _times(self, unit: Unit) -> Product:
+        """The product of a unit: its rows, transposed, by the same rows of B."""
+        (a, gathered), n = self.gather.places[unit], self.problem.n
+        right = self._right(*gathered[2:4], 0, n)
+        result = Region(self.product, self.me, *gathered[4:], 0, n)
+        return Product(a, right, result, transposed=True)
 
     def _lane(self, group: int, units: list[Unit]) -> str:
         return f"compute{0 if self.adds else group % self.schedule.compute}"
@@ -632,14 +580,13 @@ class InnerGatherStage(GatherStage):
         return tuple(self.products[group])
 
     def completed(self, group: int) -> Iterable[Span]:
-        return [] if group == OWN else self.last[group]
+        return self.last[group]
 
 
 def _is_first(product: Product, spans: list[Span]) -> bool:
     """Whether a product's rows of the result are in no span. Adds them to the spans."""
     row = product.out.row
-    for first, last in spans:
-        if first <= row < last:
-            return False
-    spans.append((row, product.out.row_stop))
+    if any(first <= row < last for first, last in spans):
+        return False
+    spans.append(product.out[2:4])
     return True

@@ -337,9 +337,10 @@ class Arrivals(Groups):
         )
 
     @remembered
-    def rows(self, peer: int) -> list[tuple[int, int]]:
-        """Rows of the gathered A that each unit of a peer holds, in order."""
-        return self.spans(self.problem.lands(peer, self.rank), self.units(peer))
+    def gathered(self, peer: int) -> list[Region]:
+        """The regions of a peer's units in the gathered A, in order."""
+        first = self.problem.lands(peer, self.rank)
+        return self.regions("gathered", self.rank, first, self.units(peer))
 
     def in_shard(self, buffer: str, peer: int) -> list[Region]:
         """The regions of units in their rank's operand, or in its published copy, in order."""

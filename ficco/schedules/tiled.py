@@ -47,8 +47,8 @@ class TiledGatherWorld(GatherWorld):
         kind, poster = ("fetched", dst) if self.schedule.pull else ("ready", owner)
         words = self.words_of[dst]
         return [
-            Signal(kind, poster, dst, slot, words[owner, slot], *rows)
-            for slot, rows in enumerate(self.arrivals[dst].rows(owner))
+            Signal(kind, poster, dst, slot, words[owner, slot], *region[2:4])
+            for slot, region in enumerate(self.arrivals[dst].gathered(owner))
         ]
 
     def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
@@ -68,26 +68,23 @@ class TiledGatherStage(GatherStage):
     def flow(self) -> Iterator[int]:
         gather = self.gather
         gather.publish()
-        if own := self.own_is_separate or self.callers:
-            gather.keep_own()
+        own = self.groups.get(OWN, [])
+        gather.keep("compute0", own)
         for group, items in enumerate(gather.open()):
             gather.copy(group, items)
-        pieces = list(chain.from_iterable(self._of_peer(peer) for peer in sorted(gather.regions)))
-        arrive = contiguous(pieces)
-        products = (self._own_product(), *arrive) if own else arrive
+        arrive = contiguous(map(self._times, sorted(chain.from_iterable(self.mine.by_group))))
+        products = (*map(self._times, own), *arrive)
         if products:
-            arrived = {peer: self.world.signals(peer, self.me, peer) for peer in gather.regions}
+            arrived = {peer: self.world.signals(peer, self.me, peer) for peer in gather.senders}
             gates = tuple(chain.from_iterable(self.mine.in_groups(arrived)))
             work = Products(products, self.callers)
             label = "caller" if self.callers else "all"
             self.add(Step(work, "compute0", label, gates=gates))
         if self.problem.return_gathered:
             for product in arrive:
-                rows = product.out.row, product.out.row_stop
-                gathered = Region("gathered", self.me, *rows, 0, self.problem.k)
+                gathered = Region("gathered", self.me, *product.out[2:4], 0, self.problem.k)
                 self._place("compute0", product.a, gathered)
-        yield from [OWN] * own
-        yield from range(len(self.groups))
+        yield from self.groups
         if self.schedule.pull:
             gather.traffic.close()
 
@@ -200,21 +197,26 @@ class ArrivingPiece(NamedTuple):
 class ArrivingWorld(TiledGatherWorld):
     """The route of arriving rows. All rows are in staging, in the order of the ranks."""
 
-    own_lands = True
+    def absent(self, rank: int) -> int:
+        return 0
 
 
 class ArrivingGather(Gather):
     """Copies of one rank. Own rows are copied to staging."""
 
-    def own_rows(self) -> Region:
-        if not self.peers:
-            return super().own_rows()
-        rows = self.world.block(self.me, self.me)
-        return Region("staging", self.me, *rows, 0, self.problem.k)
+    def __init__(self, world: GatherWorld, builder: Builder) -> None:
+        super().__init__(world, builder)
+        self.operand, gathered = self.places[self.own]
+        if self.peers:
+            self.places[self.own] = gathered._replace(buffer="staging"), gathered
 
-    def keep_own(self) -> None:
-        if self.peers and self.problem.block(self.me, self.me):
-            self._place("compute0", super().own_rows(), self.own_rows())
+    def own_is_separate(self) -> bool:
+        return True
+
+    def keep(self, lane: str, units: list[Unit]) -> None:
+        region, _ = self.places[self.own]
+        if region != self.operand and region.rows:
+            self._place(lane, self.operand, region)
 
 
 class ArrivingStage(TiledGatherStage):

@@ -137,8 +137,8 @@ FAULTS = (
         "ficco/schedules/gather.py",
         "rows of float8 that come from a peer are multiplied by this rank's scale",
         ("contract.py::test_forward",),
-        "rows = (peer, peer + 1) if scaling.by_rank else rows",
-        "rows = (self.me, self.me + 1) if scaling.by_rank else rows",
+        "factors = world.factors(me, unit.peer, gathered) if landed else None",
+        "factors = world.factors(me, me, gathered) if landed else None",
     ),
     Fault(
         "missing-gradient",
