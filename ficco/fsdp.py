@@ -67,12 +67,14 @@ class WeightProblem(AnyProblem):
         world: number of ranks.
         count: elements of a slice.
         dtype: name of their dtype.
+        factor: factor of the sums.
     """
 
     operator: str
     world: int
     count: int
     dtype: str
+    factor: float = 1.0
 
     @property
     def gathers(self) -> bool:
@@ -90,13 +92,15 @@ class WeightProblem(AnyProblem):
             exchange = Exchange(lambda src, dst: 1, lambda src, dst: 0, lambda src, dst: src)
             return Specification((shard,), (out,), (), {"weights": exchange})
         grads = Buffer("grads", "sums", dtype, every, "operand", leaves=True)
-        out = Buffer("out", "sums", dtype, one, "result", first=tuple(range(world)))
+        each = tuple(range(world))
+        out = Buffer("out", "sums", dtype, one, "result", first=each, factor=self.factor)
         rows = lambda src, dst: world, lambda src, dst: 0, lambda src, dst: 0  # noqa: E731
         summed = Exchange(*rows, sums=True, terms=True, added=lambda src, dst: 1)
         return Specification((grads,), (out,), (), {"sums": summed})
 
     def __str__(self) -> str:
-        return f"{self.operator}({self.count} x {self.world} ranks, {self.dtype})"
+        scaled = f", times {self.factor}" * (self.factor != 1)
+        return f"{self.operator}({self.count} x {self.world} ranks, {self.dtype}{scaled})"
 
 
 class WeightRoute(Route):
@@ -185,11 +189,13 @@ class WeightCall(Invocation):
     Attributes:
         source: the slice [1, count], or the gradients [W, count].
         out: the gathered slices [W, count] in symmetric memory, or the summed slice [1, count].
+        factor: factor of the sums.
     """
 
     operator: str
     source: torch.Tensor
     out: torch.Tensor
+    factor: float = 1.0
     purpose: str = ""
     place: tuple[Symmetric, int] | None = None
 
@@ -197,7 +203,7 @@ class WeightCall(Invocation):
         if self.operator == GATHER:
             self.place = workspace.symmetric_source(self.out)
         place = self.place and (self.place[0].serial, self.place[1])
-        return self.operator, self.out.shape, self.out.dtype, place
+        return self.operator, self.out.shape, self.out.dtype, self.factor, place
 
     def plan(self, workspace: Workspace, options: Options) -> CachedCall:
         engine, (world, count) = workspace.engine, max(self.source.shape, self.out.shape)
@@ -208,7 +214,7 @@ class WeightCall(Invocation):
             pieces = -(-nbytes // PIECE_BYTES)
         lanes = min(world - 1, engine.copy_engines() or 1)
         schedule = Schedule.parse(f"serial:pieces={pieces},copy={lanes}")
-        problem = WeightProblem(self.operator, world, count, dtype)
+        problem = WeightProblem(self.operator, world, count, dtype, self.factor)
         (plan,) = weight_plans(problem, schedule, (engine.rank,))
         agreed = []
         if self.place is not None:
@@ -332,7 +338,7 @@ class Gathers(_Hook):
 
 
 class GradientSums(_Hook):
-    """FSDP's reduce-scatters: float32 sums in the order of ranks, then a factor."""
+    """FSDP's reduce-scatters: float32 sums in the order of ranks, times a factor, rounded once."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return plain memory: copies read gradients where they are."""
@@ -359,14 +365,13 @@ class GradientSums(_Hook):
         grads, out = input_tensor.view(world, -1), output_tensor.view(1, -1)
         room = min(STAGING_BYTES, self.options.workspace_bytes or STAGING_BYTES)
         most = max(1, room // ((world - 1) * out.itemsize))
+        factor = 1 / world if op == dist.ReduceOp.AVG else 1.0
+        if op == dist.ReduceOp.PREMUL_SUM:
+            factor = op.__getstate__()[1]
         with carried(self.options):
             for first, last in cut(out.shape[1], -(-out.shape[1] // most)):
-                call = WeightCall(SUM, grads[:, first:last], out[:, first:last])
+                call = WeightCall(SUM, grads[:, first:last], out[:, first:last], factor)
                 invoke(group, call, out, "output_tensor", self.options)
-                if op == dist.ReduceOp.AVG:  # now, while the sum is in the cache
-                    call.out.div_(world)
-                elif op == dist.ReduceOp.PREMUL_SUM:
-                    call.out.mul_(op.__getstate__()[1])
         return None
 
 

@@ -31,7 +31,7 @@ from ficco import fsdp
 from ficco.fsdp import GATHER, SUM, WeightProblem, weight_plans
 from ficco.machine import find
 from ficco.options import current
-from ficco.plan import Plan, Reduction, render
+from ficco.plan import Plan, Reduction, Transfer, render
 from ficco.proof import PlanError, check
 from ficco.runtime.workspace import workspaces
 from ficco.schedules import Schedule
@@ -100,6 +100,29 @@ def _own_twice(step: Any) -> Any:
         return step
     own = next(part for part in step.work.parts if part.buffer == "grads")
     return step._replace(work=step.work._replace(parts=(own, own)))
+
+
+def test_proof_refuses_a_sum_without_its_factor() -> None:
+    """Only a reduction multiplies: a result with a factor cannot be copied into place."""
+    problem, schedule = WeightProblem(SUM, 2, 1000, "bfloat16", 0.5), Schedule.parse("serial")
+    scaled = weight_plans(problem, schedule)
+    check(scaled)
+    assert str(problem) == "fsdp_reduce_scatter(1000 x 2 ranks, bfloat16, times 0.5)"
+    plain = tuple(one._replace(factor=1.0) for one in scaled[0].buffers)
+    with pytest.raises(PlanError, match="the operands and results are not those that are"):
+        check([replace(plan, buffers=plain) for plan in scaled])
+    placed = [replace(plan, steps=tuple(map(_placed, plan.steps))) for plan in scaled]
+    with pytest.raises(PlanError, match="leaves out the factor of a result"):
+        check(placed)
+
+
+def _placed(step: Any) -> Any:
+    """A copy of this rank's term in place of a sum."""
+    if not isinstance(step.work, Reduction):
+        return step
+    own = next(i for i, part in enumerate(step.work.parts) if part.buffer == "grads")
+    move = Transfer(step.work.parts[own], step.work.out, step.work.terms[own])
+    return step._replace(work=move)
 
 
 @pytest.mark.parametrize(
@@ -218,29 +241,27 @@ def all_sums(at: Rank) -> None:
                     out = torch.full((count,), float("nan"), dtype=dtype, device=at.device)
                     with mock.patch.object(fsdp, "STAGING_BYTES", room):
                         sums(output_tensor=out, input_tensor=source, group=dist.group.WORLD, op=op)
-                    wide = every.double().sum(0)[at.rank]
-                    factor = (1, 1 / at.world, 0.25)[step]
-                    expected = (wide.to(dtype) * factor).to(dtype)
-                    if step == 1:
-                        expected = wide.to(dtype) / at.world
+                    total = every.sum(0, dtype=torch.promote_types(dtype, torch.float32))
+                    expected = (total[at.rank] * (1, 1 / at.world, 0.25)[step]).to(dtype)
                     assert torch.equal(out.cpu(), expected), (op, dtype, count, room)
                     assert torch.equal(source.cpu(), every[at.rank].flatten())
         assert not before.calls
 
 
 def sums_in_order(at: Rank) -> None:
-    """Random bfloat16 gradients: float32 sums in the order of ranks, rounded once, twice alike."""
+    """Random bfloat16 gradients: float32 sums in the order of ranks, and means, each rounded once,
+    twice alike."""
     with hooks() as (_, sums, _):
         torch.manual_seed(7)
         every = torch.randn(at.world, at.world, 999).bfloat16()
         total = every[0, at.rank].float()
         for rank in range(1, at.world):
             total = total + every[rank, at.rank].float()
-        for _ in range(2):
+        for op, factor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, 1 / at.world)) * 2:
             source, out = every[at.rank].flatten().to(at.device), torch.empty(999).bfloat16()
             out = out.to(at.device)
-            sums(out, source, dist.group.WORLD, dist.ReduceOp.SUM)
-            assert torch.equal(out.cpu(), total.bfloat16())
+            sums(out, source, dist.group.WORLD, op)
+            assert torch.equal(out.cpu(), (total * factor).bfloat16()), op
 
 
 def left(at: Rank) -> None:
