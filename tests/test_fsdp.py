@@ -416,6 +416,10 @@ def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
     assert sum(one.calls for (_, name), one in counts.items() if name == GATHER) >= 2 * 6 * 5
     assert any(name == SUM for _, name in counts) == (mode != "gathers only")
     for workspace in workspaces():  # a buffer for the model itself, and two for blocks
+        for cached in workspace.programs.values():
+            gathers = cached.plan.problem.operator == GATHER
+            (program,) = cached.programs.values()
+            assert program.slot is workspace._slots[0][gathers], "no gather waits for a sum"
         sizes = [one.memory.nbytes for one in fsdp._buffers[workspace]]
         assert len(sizes) <= (6 if mode in ("prefetched", "unsharded before") else 3)
         assert workspace.nbytes >= sum(sizes)
