@@ -436,7 +436,7 @@ def test_beside_tensor_parallelism(at: Rank) -> None:
     models, group = [Model().to(at.device) for _ in range(2)], mesh["tensor"].get_group()
     for model in models:
         for block in model.blocks:
-            block.register_forward_hook(partial(_multiplied, group, at.rank))
+            block.register_forward_hook(partial(multiplied, group, at.rank))
             fully_shard(block, mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])
     fsdp.use(models[1])
@@ -447,7 +447,7 @@ def test_beside_tensor_parallelism(at: Rank) -> None:
     ficco.close()
 
 
-def _multiplied(group: Any, rank: int, block: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+def multiplied(group: Any, rank: int, block: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
     """Add products whose sums are exact, and their gradients."""
     b = integers(1, rank, size=(5, 5)).float().to(out.device)
     y = ficco.all_gather_matmul(out, b, group=group, schedule="hetero-fused-1d:pieces=2")
