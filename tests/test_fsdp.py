@@ -520,9 +520,49 @@ def _benched(at: Rank, folder: Path) -> Any:
 @HOOKS
 def test_the_bench_is_proven_and_timed(tmp_path: Path) -> None:
     rows, _ = run(2, _benched, tmp_path, timeout=250.0)
-    by_way = rows.set_index("way")
-    assert by_way["status"].to_dict() == {**dict.fromkeys(stacks.WAYS, "ok"), "spoilt": "wrong"}
-    assert (by_way["ms"][[*stacks.WAYS]] > 0).all()
+    by_way, memory = rows.set_index("way"), ("pytorch-registered", "pytorch-symmetric")
+    timed = [way for way in stacks.WAYS if way not in memory]
+    statuses = dict.fromkeys(timed, "ok") | dict.fromkeys(memory, "skipped") | {"spoilt": "wrong"}
+    assert by_way["status"].to_dict() == statuses
+    assert (by_way["ms"][timed] > 0).all()
+    for way, method in zip(memory, METHODS, strict=True):
+        have = hasattr(FSDPModule, method)
+        why = f"{method}: required NCCL, got gloo" if have else f"has no FSDPModule.{method}"
+        assert why in by_way["note"][way]
+
+
+#: Methods of PyTorch for collectives in memory of NCCL's.
+METHODS = "set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"
+
+
+def _in_memory_of_nccl(at: Rank) -> list[Any]:
+    """The methods that the ways call, and the refusals of a backend, of a device and of PyTorch."""
+    model, called, refused = stacks.stack(stacks.SHAPES["cpu"][0], at.device, 2), [], []
+    ways, kind = (stacks.registered, stacks.symmetric), type(dist.group.WORLD._get_backend(of(at)))
+
+    used = RuntimeError("Backend can not be changed after use.")
+    with mock.patch.object(dist, "get_backend", lambda: "nccl"):
+        with mock.patch.object(kind, "supports_tensor_alloc", lambda self, device: False):
+            refused.append(caught(lambda: stacks.registered(model)))
+        with mock.patch.object(kind, "supports_tensor_alloc", lambda self, device: True):
+            for way, method in zip(ways, METHODS, strict=True):
+                with mock.patch.object(FSDPModule, method, create=True) as recorded:
+                    way(model)
+                called.append([call.args for call in recorded.call_args_list])
+        with mock.patch.object(FSDPModule, METHODS[1], create=True, side_effect=used):
+            refused.append(caught(lambda: stacks.symmetric(model)))
+            del FSDPModule.set_symm_mem_for_comm
+            refused.append(caught(lambda: stacks.symmetric(model)))
+    return [*called, *refused]
+
+
+@HOOKS
+def test_ways_in_memory_of_nccl() -> None:
+    registered, symmetric, *failures = run(1, _in_memory_of_nccl)[0]
+    assert registered == [(True,)] * 3 and symmetric == [()] * 3, "the model and two blocks"
+    texts = "NCCL allocates no memory", "Backend can not be changed after use", "has no FSDPModule"
+    for failure, text in zip(failures, texts, strict=True):
+        assert failure.type == "NotImplementedError" and text in failure.text, failure
 
 
 # Faults and bad input.

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import ProcessGroup
 
 from ficco.compute.cublaslt import WORKSPACE, CublasLt
@@ -316,6 +317,9 @@ class CudaDriver(Driver):
             if len(dist.get_process_group_ranks(engine.group)) == near:
                 ranks = dist.get_world_size()
         meets_all = near in (1, ranks)  # a single rank needs no rendezvous
+        # Of a process all symmetric memory has one backend: NCCL's has no addresses of peers.
+        backend_of = getattr(_SymmetricMemory, "get_backend", lambda device: None)
+        meets_all &= backend_of(torch.device("cuda", self.index)) in (None, "CUDA")
         return "torch" if meets_all or not attribute("IPC_EVENT_SUPPORTED", self.index) else "ipc"
 
     def copy_engines(self) -> int:
