@@ -317,7 +317,8 @@ class CudaDriver(Driver):
             if len(dist.get_process_group_ranks(engine.group)) == near:
                 ranks = dist.get_world_size()
         meets_all = near in (1, ranks)  # a single rank needs no rendezvous
-        # Of a process all symmetric memory has one backend: NCCL's has no addresses of peers.
+        # PyTorch's symmetric memory has one backend in a process, such as NCCL's after
+        # FSDPModule.set_symm_mem_for_comm. ficco was tested with CUDA's.
         backend_of = getattr(_SymmetricMemory, "get_backend", lambda device: None)
         meets_all &= backend_of(torch.device("cuda", self.index)) in (None, "CUDA")
         return "torch" if meets_all or not attribute("IPC_EVENT_SUPPORTED", self.index) else "ipc"
