@@ -19,6 +19,7 @@ from unittest import mock
 
 import hip_ranks
 import pytest
+import thread_driver
 import torch
 import torch.distributed as dist
 from ranks import Body, Died, Failure, Rank, caught, gave_up, on_ranks, ranks, run, since
@@ -299,8 +300,20 @@ def test_hooks(world: int, body: Callable[[Rank], None]) -> None:
 @pytest.mark.parametrize("body", [all_gathers, all_sums, sums_in_order])
 def test_hooks_on_the_double_of_hip(body: Callable[[Rank], None]) -> None:
     hip_ranks.run(2, body)
-    if body is not all_gathers:  # by ficco's kernel, not by PyTorch
-        hip_ranks.run(2, hip_ranks.compiling, body)
+
+
+def _on_threads(at: Rank, body: Callable[[Rank], None]) -> None:
+    """On the double of a GPU whose kernels are there."""
+    thread_driver.serve()
+    with ficco.options(engine="threads", on_timeout="raise", timeout_s=20):
+        body(at)
+
+
+@HOOKS
+@pytest.mark.slow
+@pytest.mark.parametrize("body", [all_gathers, all_sums, sums_in_order])
+def test_hooks_where_the_kernel_adds_up(body: Callable[[Rank], None]) -> None:
+    run(3, _on_threads, body, fresh=True)
 
 
 # Training.
