@@ -1,7 +1,6 @@
 """Times a step of FSDP2 on stacks of Llama-8B blocks, a GPU each rank: with PyTorch's collectives,
-with ``ficco.fsdp``, gathers alone and with reduce-scatters, and with PyTorch's symmetric memory
-(``--variants pytorch symmetric``, by itself: it changes the allocator of the process):
-``torchrun --nproc-per-node 2 -m benchmarks.fsdp FOLDER``.
+in any memory or in NCCL's (``--variants``), and with ``ficco.fsdp``, gathers alone and with
+reduce-scatters: ``torchrun --nproc-per-node 2 -m benchmarks.fsdp FOLDER``.
 
 Writes ``steps.csv`` (a row for each variant of each shuffled round) and ``products.csv`` (products
 alone, and during gathers). A variant is timed only if its losses are those of PyTorch's collectives
@@ -23,11 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 import ficco
 from ficco import fsdp
-from ficco.tools.bench.fsdp import BLOCKS, SHAPES, stack
+from ficco.tools.bench.fsdp import BLOCKS, SHAPES, registered, stack, symmetric
 
 #: Sizes of a block.
 CASE = SHAPES["cuda"][0]
@@ -35,21 +33,14 @@ WIDTH, HIDDEN = CASE.hidden, CASE.inner
 BASELINE = "pytorch"
 
 
-def symmetric(model: Any) -> None:
-    for module in (model, *model):
-        module.set_symm_mem_for_comm()
-
-
-def variants(names: list[str]) -> dict[str, Callable[[Any], Any]]:
-    """By name, how a model is prepared after ``fully_shard``."""
-    ways: dict[str, Callable[[Any], Any]] = {
-        BASELINE: lambda model: None,
-        "gathers": lambda model: fsdp.use(model, reduce_scatter=False),
-        "both": fsdp.use,
-    }
-    if hasattr(FSDPModule, "set_symm_mem_for_comm"):
-        ways["symmetric"] = symmetric
-    return {name: ways[name] for name in names if name in ways}
+#: By name of a variant, how a model is prepared after ``fully_shard``.
+VARIANTS: dict[str, Callable[[Any], Any]] = {
+    BASELINE: lambda model: None,
+    "registered": registered,
+    "symmetric": symmetric,
+    "gathers": lambda model: fsdp.use(model, reduce_scatter=False),
+    "both": fsdp.use,
+}
 
 
 def step(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -168,7 +159,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--blocks", type=int, default=BLOCKS)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--variants", nargs="+", default=[BASELINE, "gathers", "both"])
+    names, usual = [*VARIANTS], [BASELINE, "gathers", "both"]
+    parser.add_argument("--variants", nargs="+", choices=names, default=usual)
     parser.add_argument("--limit", type=float, default=120, help="seconds until stacks are printed")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.limit, exit=True)
@@ -177,11 +169,12 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     ficco.set_options(timeout_s=30)
     models = {}
-    for name, prepare in variants(args.variants).items():
-        models[name] = stack(CASE, device, args.blocks)
-        report = prepare(models[name])
-        if report and dist.get_rank() == 0:
-            print(name, *report, sep="\n  ", flush=True)
+    for name, prepare in VARIANTS.items():  # in this order: symmetric memory keeps its backend
+        if name in args.variants:
+            models[name] = stack(CASE, device, args.blocks)
+            report = prepare(models[name])
+            if report and dist.get_rank() == 0:
+                print(name, *report, sep="\n  ", flush=True)
     for model in models.values():
         exact(model, device)
         torch.cuda.synchronize()

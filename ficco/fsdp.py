@@ -32,6 +32,8 @@ from ficco.runtime.workspace import (
     Workspace,
     invoke,
     new_kind,
+    perform,
+    workspace_for,
     workspace_of,
 )
 from ficco.schedules import Schedule
@@ -44,8 +46,10 @@ GATHER, SUM = "fsdp_all_gather", "fsdp_reduce_scatter"
 
 #: Bytes of a copy of a gather. A copy of another call on the same link waits for at most one.
 PIECE_BYTES = 32 << 20
-#: Bytes of staging of a sum; a larger one is several calls (50.9 ms a step with 64 MiB, 2 H200).
-STAGING_BYTES = 256 << 20
+#: Bytes of staging of sums; a larger sum is several calls (50.9 ms a step with 64 MiB, 2 H200).
+STAGING_BYTES = 512 << 20
+#: Slots of sums and of gathers: no gather waits for a sum, and only one slot has staging.
+SUM_SLOT, GATHER_SLOT = 1, 2
 #: Pieces of a slice of gradients, and the least bytes of a piece.
 SUM_PIECES, SUM_BYTES = 4, 1 << 20
 
@@ -67,12 +71,14 @@ class WeightProblem(AnyProblem):
         world: number of ranks.
         count: elements of a slice.
         dtype: name of their dtype.
+        factor: factor of the sums.
     """
 
     operator: str
     world: int
     count: int
     dtype: str
+    factor: float = 1.0
 
     @property
     def gathers(self) -> bool:
@@ -82,7 +88,7 @@ class WeightProblem(AnyProblem):
     @cached_property
     def specification(self) -> Specification:
         """The matrices that its Plans must compute."""
-        world, dtype = self.world, self.dtype
+        world, dtype, each = self.world, self.dtype, tuple(range(self.world))
         one, every = ((1, self.count),) * world, ((world, self.count),) * world
         if self.gathers:
             shard = Buffer("shard", "weights", dtype, one, "operand", leaves=True)
@@ -90,13 +96,14 @@ class WeightProblem(AnyProblem):
             exchange = Exchange(lambda src, dst: 1, lambda src, dst: 0, lambda src, dst: src)
             return Specification((shard,), (out,), (), {"weights": exchange})
         grads = Buffer("grads", "sums", dtype, every, "operand", leaves=True)
-        out = Buffer("out", "sums", dtype, one, "result", first=tuple(range(world)))
+        out = Buffer("out", "sums", dtype, one, "result", first=each, factor=self.factor)
         rows = lambda src, dst: world, lambda src, dst: 0, lambda src, dst: 0  # noqa: E731
         summed = Exchange(*rows, sums=True, terms=True, added=lambda src, dst: 1)
         return Specification((grads,), (out,), (), {"sums": summed})
 
     def __str__(self) -> str:
-        return f"{self.operator}({self.count} x {self.world} ranks, {self.dtype})"
+        scaled = f", times {self.factor}" * (self.factor != 1)
+        return f"{self.operator}({self.count} x {self.world} ranks, {self.dtype}{scaled})"
 
 
 class WeightRoute(Route):
@@ -185,11 +192,13 @@ class WeightCall(Invocation):
     Attributes:
         source: the slice [1, count], or the gradients [W, count].
         out: the gathered slices [W, count] in symmetric memory, or the summed slice [1, count].
+        factor: factor of the sums.
     """
 
     operator: str
     source: torch.Tensor
     out: torch.Tensor
+    factor: float = 1.0
     purpose: str = ""
     place: tuple[Symmetric, int] | None = None
 
@@ -197,24 +206,22 @@ class WeightCall(Invocation):
         if self.operator == GATHER:
             self.place = workspace.symmetric_source(self.out)
         place = self.place and (self.place[0].serial, self.place[1])
-        return self.operator, self.out.shape, self.out.dtype, place
+        return self.operator, self.out.shape, self.out.dtype, self.factor, place
 
     def plan(self, workspace: Workspace, options: Options) -> CachedCall:
         engine, (world, count) = workspace.engine, max(self.source.shape, self.out.shape)
         dtype = str(self.out.dtype).removeprefix("torch.")
         nbytes = count * self.out.itemsize
-        pieces = max(1, min(SUM_PIECES, nbytes // SUM_BYTES))
+        pieces, slot = max(1, min(SUM_PIECES, nbytes // SUM_BYTES)), SUM_SLOT
         if self.operator == GATHER:
-            pieces = -(-nbytes // PIECE_BYTES)
+            pieces, slot = -(-nbytes // PIECE_BYTES), GATHER_SLOT
         lanes = min(world - 1, engine.copy_engines() or 1)
-        schedule = Schedule.parse(f"serial:pieces={pieces},copy={lanes}")
-        problem = WeightProblem(self.operator, world, count, dtype)
+        schedule = Schedule.parse(f"hetero-fused-1d:pieces={pieces},copy={lanes}")
+        problem = WeightProblem(self.operator, world, count, dtype, self.factor)
         (plan,) = weight_plans(problem, schedule, (engine.rank,))
-        agreed = []
-        if self.place is not None:
-            memory, start = self.place
-            agreed = [f"result in symmetric allocation {memory.serial} at byte {start}"]
-        return new_kind(workspace, plan, options, None, agreed, source=self.place)
+        places = [] if self.place is None else [self.place]
+        agreed = [f"result in symmetric allocation {one.serial} at byte {at}" for one, at in places]
+        return new_kind(workspace, plan, options, None, agreed, slot, self.place)
 
     def allocate(self, cached: CachedCall) -> Call:
         return Call({cached.left: self.source, "out": self.out})
@@ -311,28 +318,27 @@ class Gathers(_Hook):
     ) -> dist.Work | None:
         """Gather the slices of all ranks into a tensor of :meth:`allocate`."""
         with carried(self.options):
-            device = output_tensor.device
-            known = workspace_of(group, device, GATHER).allocations
-            if output_tensor.untyped_storage().data_ptr() not in known:
+            workspace = workspace_for(group, output_tensor, "output_tensor", GATHER, self.options)
+            if output_tensor.untyped_storage().data_ptr() not in workspace.allocations:
                 counters.stays(group.group_name, "all-gather", "buffer_bytes leaves no room for it")
                 work: dist.Work | None = self.before(output_tensor, input_tensor, group, async_op)
                 return work
             container = getattr(torch, CONTAINERS[min(output_tensor.itemsize, max(CONTAINERS))])
             source, out = (one.view(container) for one in (input_tensor, output_tensor))
             call = WeightCall(GATHER, source.view(1, -1), out.view(group.size(), -1))
-            if not async_op or device.type == "cpu":
-                invoke(group, call, out, "output_tensor", self.options)
+            if not async_op or out.is_cpu:
+                perform(workspace, call, self.options)
                 return None
             # FSDP calls on the stream of the products, which must not wait for the gather yet.
-            stream = _side_stream(device)
+            stream = _side_stream(out.device)
             stream.wait_stream(gpu.current_stream())
             with gpu.stream(stream):
-                invoke(group, call, out, "output_tensor", self.options)
+                perform(workspace, call, self.options)
             return _Arrival(stream.record_event())
 
 
 class GradientSums(_Hook):
-    """FSDP's reduce-scatters: float32 sums in the order of ranks, then a factor."""
+    """FSDP's reduce-scatters: float32 sums in the order of ranks, times a factor, rounded once."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return plain memory: copies read gradients where they are."""
@@ -359,14 +365,13 @@ class GradientSums(_Hook):
         grads, out = input_tensor.view(world, -1), output_tensor.view(1, -1)
         room = min(STAGING_BYTES, self.options.workspace_bytes or STAGING_BYTES)
         most = max(1, room // ((world - 1) * out.itemsize))
+        factor = 1 / world if op == dist.ReduceOp.AVG else 1.0
+        if op == dist.ReduceOp.PREMUL_SUM:
+            factor = op.__getstate__()[1]
         with carried(self.options):
             for first, last in cut(out.shape[1], -(-out.shape[1] // most)):
-                call = WeightCall(SUM, grads[:, first:last], out[:, first:last])
+                call = WeightCall(SUM, grads[:, first:last], out[:, first:last], factor)
                 invoke(group, call, out, "output_tensor", self.options)
-                if op == dist.ReduceOp.AVG:  # now, while the sum is in the cache
-                    call.out.div_(world)
-                elif op == dist.ReduceOp.PREMUL_SUM:
-                    call.out.mul_(op.__getstate__()[1])
         return None
 
 
@@ -401,13 +406,11 @@ def use(
         print(*ficco.fsdp.use(model))
 
     Returns the parameter groups, served and left. Collective: all ranks call it once, after the
-    last ``fully_shard``. Parameters, gradients and checkpoints stay as they are. Calls run under
-    the options in force here.
+    last ``fully_shard``. Calls run under the options in force here.
 
     Args:
         model: the outermost module.
-        reduce_scatter: serve gradients, too. Their sums are in float32 and in the order of ranks,
-            so they are bitwise reproducible.
+        reduce_scatter: serve gradients, too, by float32 sums in the order of ranks.
         buffer_bytes: most bytes of the buffers of gathers for each group of ranks. A gather that
             finds no room stays with PyTorch. None: as many buffers as FSDP uses at once, usually 2.
 
@@ -467,11 +470,8 @@ def _checked(
                 f"module {name!r}; leave out the policy, or do not call fsdp.use"
             )
         if isinstance(param_group._all_gather_comm, Gathers):
-            raise InvalidArgument(
-                "model",
-                f"required modules that are not served yet, got {name!r}, which an earlier call "
-                "serves; call fsdp.use once, with the outermost module",
-            )
+            required = f"required modules that are not served yet, got {name!r}, which is; "
+            raise InvalidArgument("model", f"{required}call fsdp.use once, with the outermost one")
     return sharded
 
 

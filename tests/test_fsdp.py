@@ -19,6 +19,7 @@ from unittest import mock
 
 import hip_ranks
 import pytest
+import thread_driver
 import torch
 import torch.distributed as dist
 from ranks import Body, Died, Failure, Rank, caught, gave_up, on_ranks, ranks, run, since
@@ -31,7 +32,7 @@ from ficco import fsdp
 from ficco.fsdp import GATHER, SUM, WeightProblem, weight_plans
 from ficco.machine import find
 from ficco.options import current
-from ficco.plan import Plan, Reduction, render
+from ficco.plan import Plan, Reduction, Transfer, render
 from ficco.proof import PlanError, check
 from ficco.runtime.workspace import workspaces
 from ficco.schedules import Schedule
@@ -100,6 +101,34 @@ def _own_twice(step: Any) -> Any:
         return step
     own = next(part for part in step.work.parts if part.buffer == "grads")
     return step._replace(work=step.work._replace(parts=(own, own)))
+
+
+def test_proof_refuses_a_sum_without_its_factor() -> None:
+    """Only a reduction multiplies: a result with a factor cannot be copied into place."""
+    problem, schedule = WeightProblem(SUM, 2, 1000, "bfloat16", 0.5), Schedule.parse("serial")
+    scaled = weight_plans(problem, schedule)
+    check(scaled)
+    assert str(problem) == "fsdp_reduce_scatter(1000 x 2 ranks, bfloat16, times 0.5)"
+    plain = tuple(one._replace(factor=1.0) for one in scaled[0].buffers)
+    with pytest.raises(PlanError, match="the operands and results are not those that are"):
+        check([replace(plan, buffers=plain) for plan in scaled])
+    staged = tuple(
+        one._replace(factor=0.5) if one.memory == "slot" else one for one in scaled[0].buffers
+    )
+    with pytest.raises(PlanError, match="there are no buffers such as staging"):
+        check([replace(plan, buffers=staged) for plan in scaled])
+    placed = [replace(plan, steps=tuple(map(_placed, plan.steps))) for plan in scaled]
+    with pytest.raises(PlanError, match="leaves out the factor of a result"):
+        check(placed)
+
+
+def _placed(step: Any) -> Any:
+    """A copy of this rank's term in place of a sum."""
+    if not isinstance(step.work, Reduction):
+        return step
+    own = next(i for i, part in enumerate(step.work.parts) if part.buffer == "grads")
+    move = Transfer(step.work.parts[own], step.work.out, step.work.terms[own])
+    return step._replace(work=move)
 
 
 @pytest.mark.parametrize(
@@ -218,29 +247,27 @@ def all_sums(at: Rank) -> None:
                     out = torch.full((count,), float("nan"), dtype=dtype, device=at.device)
                     with mock.patch.object(fsdp, "STAGING_BYTES", room):
                         sums(output_tensor=out, input_tensor=source, group=dist.group.WORLD, op=op)
-                    wide = every.double().sum(0)[at.rank]
-                    factor = (1, 1 / at.world, 0.25)[step]
-                    expected = (wide.to(dtype) * factor).to(dtype)
-                    if step == 1:
-                        expected = wide.to(dtype) / at.world
+                    total = every.sum(0, dtype=torch.promote_types(dtype, torch.float32))
+                    expected = (total[at.rank] * (1, 1 / at.world, 0.25)[step]).to(dtype)
                     assert torch.equal(out.cpu(), expected), (op, dtype, count, room)
                     assert torch.equal(source.cpu(), every[at.rank].flatten())
         assert not before.calls
 
 
 def sums_in_order(at: Rank) -> None:
-    """Random bfloat16 gradients: float32 sums in the order of ranks, rounded once, twice alike."""
+    """Random bfloat16 gradients: float32 sums in the order of ranks, and means, each rounded once,
+    twice alike."""
     with hooks() as (_, sums, _):
         torch.manual_seed(7)
         every = torch.randn(at.world, at.world, 999).bfloat16()
         total = every[0, at.rank].float()
         for rank in range(1, at.world):
             total = total + every[rank, at.rank].float()
-        for _ in range(2):
+        for op, factor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, 1 / at.world)) * 2:
             source, out = every[at.rank].flatten().to(at.device), torch.empty(999).bfloat16()
             out = out.to(at.device)
-            sums(out, source, dist.group.WORLD, dist.ReduceOp.SUM)
-            assert torch.equal(out.cpu(), total.bfloat16())
+            sums(out, source, dist.group.WORLD, op)
+            assert torch.equal(out.cpu(), (total * factor).bfloat16()), op
 
 
 def left(at: Rank) -> None:
@@ -275,6 +302,20 @@ def test_hooks(world: int, body: Callable[[Rank], None]) -> None:
 @pytest.mark.parametrize("body", [all_gathers, all_sums, sums_in_order])
 def test_hooks_on_the_double_of_hip(body: Callable[[Rank], None]) -> None:
     hip_ranks.run(2, body)
+
+
+def _on_threads(at: Rank, body: Callable[[Rank], None]) -> None:
+    """On the double of a GPU whose kernels are there."""
+    thread_driver.serve()
+    with ficco.options(engine="threads", on_timeout="raise", timeout_s=20):
+        body(at)
+
+
+@HOOKS
+@pytest.mark.slow
+@pytest.mark.parametrize("body", [all_gathers, all_sums, sums_in_order])
+def test_hooks_where_the_kernel_adds_up(body: Callable[[Rank], None]) -> None:
+    run(3, _on_threads, body, fresh=True)
 
 
 # Training.
@@ -395,6 +436,10 @@ def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
     assert sum(one.calls for (_, name), one in counts.items() if name == GATHER) >= 2 * 6 * 5
     assert any(name == SUM for _, name in counts) == (mode != "gathers only")
     for workspace in workspaces():  # a buffer for the model itself, and two for blocks
+        for cached in workspace.programs.values():
+            gathers = cached.plan.problem.operator == GATHER
+            (program,) = cached.programs.values()
+            assert program.slot is workspace._slots[0][gathers], "no gather waits for a sum"
         sizes = [one.memory.nbytes for one in fsdp._buffers[workspace]]
         assert len(sizes) <= (6 if mode in ("prefetched", "unsharded before") else 3)
         assert workspace.nbytes >= sum(sizes)
@@ -411,7 +456,7 @@ def test_beside_tensor_parallelism(at: Rank) -> None:
     models, group = [Model().to(at.device) for _ in range(2)], mesh["tensor"].get_group()
     for model in models:
         for block in model.blocks:
-            block.register_forward_hook(partial(_multiplied, group, at.rank))
+            block.register_forward_hook(partial(multiplied, group, at.rank))
             fully_shard(block, mesh=mesh["shard"])
         fully_shard(model, mesh=mesh["shard"])
     fsdp.use(models[1])
@@ -422,7 +467,7 @@ def test_beside_tensor_parallelism(at: Rank) -> None:
     ficco.close()
 
 
-def _multiplied(group: Any, rank: int, block: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+def multiplied(group: Any, rank: int, block: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
     """Add products whose sums are exact, and their gradients."""
     b = integers(1, rank, size=(5, 5)).float().to(out.device)
     y = ficco.all_gather_matmul(out, b, group=group, schedule="hetero-fused-1d:pieces=2")
@@ -495,9 +540,49 @@ def _benched(at: Rank, folder: Path) -> Any:
 @HOOKS
 def test_the_bench_is_proven_and_timed(tmp_path: Path) -> None:
     rows, _ = run(2, _benched, tmp_path, timeout=250.0)
-    by_way = rows.set_index("way")
-    assert by_way["status"].to_dict() == {**dict.fromkeys(stacks.WAYS, "ok"), "spoilt": "wrong"}
-    assert (by_way["ms"][[*stacks.WAYS]] > 0).all()
+    by_way, memory = rows.set_index("way"), ("pytorch-registered", "pytorch-symmetric")
+    timed = [way for way in stacks.WAYS if way not in memory]
+    statuses = dict.fromkeys(timed, "ok") | dict.fromkeys(memory, "skipped") | {"spoilt": "wrong"}
+    assert by_way["status"].to_dict() == statuses
+    assert (by_way["ms"][timed] > 0).all()
+    for way, method in zip(memory, METHODS, strict=True):
+        have = hasattr(FSDPModule, method)
+        why = f"{method}: required NCCL, got gloo" if have else f"has no FSDPModule.{method}"
+        assert why in by_way["note"][way]
+
+
+#: Methods of PyTorch for collectives in memory of NCCL's.
+METHODS = "set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"
+
+
+def _in_memory_of_nccl(at: Rank) -> list[Any]:
+    """The methods that the ways call, and the refusals of a backend, of a device and of PyTorch."""
+    model, called, refused = stacks.stack(stacks.SHAPES["cpu"][0], at.device, 2), [], []
+    ways, kind = (stacks.registered, stacks.symmetric), type(dist.group.WORLD._get_backend(of(at)))
+
+    used = RuntimeError("Backend can not be changed after use.")
+    with mock.patch.object(dist, "get_backend", lambda: "nccl"):
+        with mock.patch.object(kind, "supports_tensor_alloc", lambda self, device: False):
+            refused.append(caught(lambda: stacks.registered(model)))
+        with mock.patch.object(kind, "supports_tensor_alloc", lambda self, device: True):
+            for way, method in zip(ways, METHODS, strict=True):
+                with mock.patch.object(FSDPModule, method, create=True) as recorded:
+                    way(model)
+                called.append([call.args for call in recorded.call_args_list])
+        with mock.patch.object(FSDPModule, METHODS[1], create=True, side_effect=used):
+            refused.append(caught(lambda: stacks.symmetric(model)))
+            del FSDPModule.set_symm_mem_for_comm
+            refused.append(caught(lambda: stacks.symmetric(model)))
+    return [*called, *refused]
+
+
+@HOOKS
+def test_ways_in_memory_of_nccl() -> None:
+    registered, symmetric, *failures = run(1, _in_memory_of_nccl)[0]
+    assert registered == [(True,)] * 3 and symmetric == [()] * 3, "the model and two blocks"
+    texts = "NCCL allocates no memory", "Backend can not be changed after use", "has no FSDPModule"
+    for failure, text in zip(failures, texts, strict=True):
+        assert failure.type == "NotImplementedError" and text in failure.text, failure
 
 
 # Faults and bad input.

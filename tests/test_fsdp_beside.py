@@ -156,7 +156,7 @@ KINDS = {
     "product": products,
     "scatter": lambda: products("matmul_reduce_scatter"),
 }
-#: Slots of a workspace.
+#: Slots of a workspace, which products take by turns. Gathers have one of them, and sums the other.
 SLOTS = 2
 
 
@@ -170,25 +170,32 @@ def stuck(
     steps, queue, lane_of = list[Step](), list[int](), list[int]()
     lanes: dict[tuple[int, str], int] = {}
     after = list[tuple[int, int]]()
-    posted, waited = dict[tuple[int, ...], int](), list[tuple[tuple[int, ...], int]]()
+    posted, waited = dict[tuple[object, ...], int](), list[tuple[tuple[object, ...], int]]()
     for rank, program in enumerate(programs):
         before = dict.fromkeys(("tensor", "weights"), -1)
+        turns = dict[object, int]()  # calls on each slot
+        ends = dict[object, int]()  # the last step of the latest one
         for name, number in program:
             kind, first = KINDS[name](), len(steps)
-            other = before["weights" if kind.workspace == "tensor" else "tensor"]
-            space = 10 * (2 * number + (kind.workspace == "weights"))
+            weighs = kind.workspace == "weights"
+            other = before["tensor" if weighs else "weights"]
+            slot = kind.workspace, name if weighs else number % SLOTS
+            turn = turns[slot] = turns.get(slot, -1) + 1
             for index, step in enumerate(steps_of(kind, rank, 0, first), first):
                 steps.append(step)
                 queue.append(rank)
                 lane_of.append(lanes.setdefault((rank, step.lane), len(lanes)))
                 after += [(one, index) for one in step.after]
                 for one in step.posts:  # a released slot is for the next call on that slot
-                    later = 20 * SLOTS * (one.kind == "released")
-                    posted[space + later, one.poster, one.waiter, one.word] = index
-                waited += [((space, one.poster, one.waiter, one.word), index) for one in step.waits]
+                    later = turn + (one.kind == "released")
+                    posted[slot, later, one.poster, one.waiter, one.word] = index
+                waited += [
+                    ((slot, turn, one.poster, one.waiter, one.word), index) for one in step.waits
+                ]
+                after += [(end, index) for end in (ends.get(slot, -1),) if end >= 0]
                 if reads_weights and other >= 0:
                     after.append((other, index))
-            before[kind.workspace] = len(steps) - 1
+            before[kind.workspace] = ends[slot] = len(steps) - 1
     for word, index in waited:
         if word in posted:  # otherwise the slot was never used before
             after.append((posted[word], index))

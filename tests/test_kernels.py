@@ -767,6 +767,17 @@ def check_reduce(
                 assert torch.equal(total, wanted), (part, out, count, first, last, wider)
 
 
+def check_scaled(reduce: Callable[..., None], device: str = "cpu", stream: Any = None) -> None:
+    """A sum is scaled before it is rounded, by vectors and by elements."""
+    for part, out in launch.REDUCTIONS:
+        for elements, factor in itertools.product((8, 1003), (1 / 3, 0.25)):
+            parts = far_apart(3, part, elements, device=device)
+            found = torch.empty(elements, dtype=out, device=device)
+            reduce(found, parts, stream, factor)
+            wanted = in_order(parts, torch.float32) * factor
+            assert torch.equal(found, wanted.to(out)), (part, out, elements, factor)
+
+
 def check_merge(merge: Callable[..., None], device: str = "cpu", stream: Any = None) -> None:
     """Against float64, to the rounding of the result; a single part and equal ones exactly. Parts
     have all rows, or each its own, the first of them all."""
@@ -935,6 +946,7 @@ def test_reduction_is_exact(on_host: Kernels) -> None:
     wanted = in_order(parts, torch.bfloat16)
     on_host.reduce(parts[1], parts, None)
     assert torch.equal(parts[1], wanted), "in place"
+    check_scaled(on_host.reduce)
 
 
 def refused(function: Callable[..., Any], cases: Iterable[tuple[Any, ...]], words: str) -> None:

@@ -256,16 +256,23 @@ class ThreadKernels:
 
         self._launch(rows, signals or Signals(0), stream)
 
-    def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Stream) -> None:
-        self.one_shot(out, parts, Signals(0), stream)
+    def reduce(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Stream, factor: float = 1.0
+    ) -> None:
+        self.one_shot(out, parts, Signals(0), stream, factor)
 
     def one_shot(
-        self, out: torch.Tensor, parts: Sequence[torch.Tensor], signals: Signals, stream: Stream
+        self,
+        out: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        signals: Signals,
+        stream: Stream,
+        factor: float = 1.0,
     ) -> None:
         def total() -> None:
             wide = torch.float64 if out.dtype == torch.float64 else torch.float32
             with torch.inference_mode():
-                out.copy_(torch.stack([part.to(wide) for part in parts]).sum(0))
+                out.copy_(torch.stack([part.to(wide) for part in parts]).sum(0) * factor)
 
         self._launch(total, signals, stream)
 

@@ -22,13 +22,15 @@ class TorchKernels:
         with _on(stream):
             dst.copy_(src)
 
-    def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
+    def reduce(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any, factor: float = 1.0
+    ) -> None:
         check_reduce(out, parts)
         with _on(stream):
             total = parts[0].to(torch.float32, copy=True)
             for part in parts[1:]:
                 total += part
-            out.copy_(total)
+            out.copy_(total * factor)
 
 
 def _on(stream: Any) -> Any:

@@ -150,16 +150,18 @@ def multiply(
         (torch.baddbmm if batched else torch.addmm)(addend, a, b, **widened, out=out)
 
 
-def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """The sum of parts in their order, in float32, rounded once. ``result`` may be one of them.
-    float64 is served on CPUs alone, and keeps its precision."""
+def add_up(result: torch.Tensor, parts: Sequence[torch.Tensor], factor: float = 1.0) -> None:
+    """The sum of parts in their order, times a factor, in float32, rounded once. ``result`` may be
+    one of them. float64 is served on CPUs alone, and keeps its precision."""
     wide = torch.float64 if result.dtype == torch.float64 else torch.float32
     first, *others = parts
     # No pass over memory but the sums themselves. The result is written last.
     total = first.to(wide)
     for i, other in enumerate(others[:-1]):
         total = total + other if i == 0 else total.add_(other)
-    if not others:
+    if factor != 1:
+        result.copy_((total + others[-1] if others else total) * factor)
+    elif not others:
         result.copy_(total)
     elif result.dtype == wide:
         torch.add(total, others[-1], out=result)

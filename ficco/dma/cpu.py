@@ -629,7 +629,8 @@ class CpuEngine(Engine):
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         view = buffers_of(program).view
         parts, out = [view(part) for part in reduction.parts], view(reduction.out)
-        return lambda call: add_up(out(call), [part(call) for part in parts])
+        factor = program.plan.buffer[reduction.out.buffer].factor
+        return lambda call: add_up(out(call), [part(call) for part in parts], factor)
 
     # Running.
 

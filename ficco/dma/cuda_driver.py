@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import ProcessGroup
 
 from ficco.compute.cublaslt import WORKSPACE, CublasLt
@@ -316,6 +317,10 @@ class CudaDriver(Driver):
             if len(dist.get_process_group_ranks(engine.group)) == near:
                 ranks = dist.get_world_size()
         meets_all = near in (1, ranks)  # a single rank needs no rendezvous
+        # PyTorch's symmetric memory has one backend in a process, such as NCCL's after
+        # FSDPModule.set_symm_mem_for_comm. ficco was tested with CUDA's.
+        backend_of = getattr(_SymmetricMemory, "get_backend", lambda device: None)
+        meets_all &= backend_of(torch.device("cuda", self.index)) in (None, "CUDA")
         return "torch" if meets_all or not attribute("IPC_EVENT_SUPPORTED", self.index) else "ipc"
 
     def copy_engines(self) -> int:

@@ -561,25 +561,25 @@ class GpuEngine(WatchedEngine):
 
     def reduce(self, program: Program, step: int, reduction: Reduction) -> Op:
         lane, places = program.plan.steps[step].lane, buffers_of(program)
-        views = [places.view(part) for part in reduction.parts]
-        result = places.view(reduction.out)
+        views, out = [places.view(part) for part in reduction.parts], reduction.out
+        result, factor = places.view(out), program.plan.buffer[out.buffer].factor
         kernels = self._kernels_or_none if self._sums_by_kernel else None
+
+        def parts(call: Call) -> list[torch.Tensor]:
+            return [view(call) for view in views]
+
         if kernels is None or len(views) > MAX_PARTS:
-            return self._on_lane(
-                program, step, lambda call: add_up(result(call), [view(call) for view in views])
-            )
+            add = lambda call: add_up(result(call), parts(call), factor)  # noqa: E731
+            return self._on_lane(program, step, add)
 
         def work(call: Call, signals: Signals) -> None:
-            parts = [view(call) for view in views]
-            kernels.one_shot(result(call), parts, signals, call.state[lane])
+            kernels.one_shot(result(call), parts(call), signals, call.state[lane])
 
         at_peers = any(part.rank != self.rank for part in reduction.parts)
-        if self.driver.fuses and at_peers and lane == "compute0":
+        if self.driver.fuses and at_peers and lane == "compute0" and factor == 1:
             arrived, mine = self._counter(program, lane), self._words(program).own
             return Launch(work, arrived, mine, sums=True)
-        return lambda call: kernels.reduce(
-            result(call), [view(call) for view in views], call.state[lane]
-        )
+        return lambda call: kernels.reduce(result(call), parts(call), call.state[lane], factor)
 
     def combine(
         self,

@@ -317,14 +317,14 @@ INLINE u64 in_rows(u64 i, u64 width, u64 pitch) {
   return width == pitch ? i : i / width * pitch + i % width;
 }
 
-// Adds `count` parts in their order, in float, and rounds once. Rows of `width` elements lie `pitch`
+// Adds `count` parts in their order, in float, times `factor`, and rounds once. Rows of `width` elements lie `pitch`
 // apart in all parts and `out_pitch` apart in the result. The first `vectors` times 16 bytes of the result go by
 // 16-byte accesses, `PLACES` of them at a time, the rest by elements. The vectors also go to `copies` places, where
 // rows lie as in the result.
 template <u32 THREADS, u32 PLACES, typename In, typename Out>
 INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 elements, u64 width,
                    u64 pitch, u64 out_pitch, u32 blocks, void* const* copy = nullptr,
-                   u32 copies = 0) {
+                   u32 copies = 0, float factor = 1.0f) {
   constexpr u32 EACH = 16 / sizeof(Out);
   const u64 first = (u64)block_index() * THREADS + thread_index();
   const u64 stride = (u64)blocks * THREADS;
@@ -349,7 +349,7 @@ INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 ele
       if (i >= vectors) continue;
       Units<Out, EACH> result;
 #pragma unroll
-      for (u32 e = 0; e < EACH; e++) from_float(sum[v][e], result.elements[e]);
+      for (u32 e = 0; e < EACH; e++) from_float(sum[v][e] * factor, result.elements[e]);
       const u64 to = in_rows(i, width / EACH, out_pitch / EACH);
 #pragma unroll 1
       for (u32 c = 0; c < copies; c++) ((u32x4*)copy[c])[to] = result.units[0];
@@ -360,16 +360,16 @@ INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 ele
     const u64 i = in_rows(n, width, pitch);
     float sum = -0.0f;
     for (u32 p = 0; p < count; p++) sum += to_float(((const In*)parts.at[p])[i]);
-    from_float(sum, out[in_rows(n, width, out_pitch)]);
+    from_float(sum * factor, out[in_rows(n, width, out_pitch)]);
   }
 }
 
 #define REDUCE(name, In, Out)                                                                    \
   KERNEL(REDUCE_THREADS)                                                                         \
   name(Out* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements,         \
-       u64 width, u64 pitch, u64 out_pitch) {                                                    \
+       u64 width, u64 pitch, u64 out_pitch, float factor) {                                      \
     reduce<REDUCE_THREADS, 1, In, Out>(out, parts, count, vectors, elements, width, pitch,       \
-                                       out_pitch, blocks);                                       \
+                                       out_pitch, blocks, nullptr, 0, factor);                   \
   }
 
 REDUCE(ficco_reduce_bfloat16_bfloat16, bf16, bf16)

@@ -580,16 +580,19 @@ class Kernels:
             launch(last, replace(signals, front=Script())),
         ]
 
-    def reduce(self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
-        """``out = parts[0] + parts[1] + ...`` in that order, in float32, rounded once. ``out`` may
-        be one of the parts. Rows may be strided, by the same pitch in all parts."""
+    def reduce(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any, factor: float = 1.0
+    ) -> None:
+        """``out = (parts[0] + parts[1] + ...) * factor`` in that order, in float32, rounded once.
+        ``out`` may be one of the parts. Rows may be strided, by the same pitch in all parts."""
         check_reduce(out, parts)
         if not out.numel():
             return
         arguments, work = self._sum(out, parts)
         blocks = min(8 * self.binding.processors, -(-work // REDUCE_THREADS))
         name = f"ficco_reduce_{_text(parts[0].dtype)}_{_text(out.dtype)}"
-        self._launch(name, blocks, REDUCE_THREADS, arguments(blocks), stream)
+        packed = *arguments(blocks), ctypes.c_float(factor)
+        self._launch(name, blocks, REDUCE_THREADS, packed, stream)
 
     def one_shot(
         self,

@@ -89,6 +89,7 @@ class Buffer(NamedTuple):
         room: of a buffer in blocks, the most rows that a call has in all blocks; 0: all rows.
         indexed: the caller passes this operand as another matrix, and an index into the rows of
             that matrix for each row. Only a copy within the rank reads it.
+        factor: of a result that reductions write: they multiply their sums by it before they round.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Buffer(NamedTuple):
     block: int = 0
     room: int = 0
     indexed: bool = False
+    factor: float = 1.0
 
     @property
     def itemsize(self) -> int:

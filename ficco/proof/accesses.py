@@ -58,6 +58,7 @@ class BufferColumns:
         self.leaves = bools(buffer.leaves for buffer in buffers)
         self.reachable = bools(buffer.reachable for buffer in buffers)
         self.packed = bools(buffer.layout == "columns" for buffer in buffers)
+        self.scaled = bools(buffer.factor != 1 for buffer in buffers)
         self.itemsize = ints(buffer.itemsize for buffer in buffers)
         self.dtype = ints(dtypes.index(buffer.dtype) for buffer in buffers)
         self.begins, self.left = (
@@ -141,6 +142,11 @@ class Footprint:
         self.reads = sum(len(part.step) for part in reads)
         self._inside(self.access, self.by_access(np.arange(len(self.access.step))))
         self._cuts()
+        # Only reductions multiply by the factor of a result.
+        step, scaled = (one[self.reads :] for one in (self.access.step, self.access.buffer))
+        reduces = bools(isinstance(one.work, Reduction) for one in self.steps.all)[step]
+        who = self.steps.by_step(step)
+        demand(reduces | ~self.buffers.scaled[scaled], who, "leaves out the factor of a result")
 
     def by_access(self, which: Ints) -> Who:
         """Function that names accesses in errors."""

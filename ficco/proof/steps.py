@@ -123,6 +123,7 @@ class Steps:
         known &= buffer.layout in ("rows", "columns", "transposed")
         known &= buffer.memory in ("operand", "result") or not buffer.symmetric
         known &= slot or buffer.layout != "columns"
+        known &= buffer.memory == "result" or buffer.factor == 1
         # All ranks know one row pitch.
         known &= not slot or len({cols for _, cols in buffer.shapes}) == 1
         if not known:

@@ -90,8 +90,8 @@ def account_of(
     ``decision``: None if there was no choice."""
     problem, schedule, source, exposure = plan.problem, Schedule.parse(plan.schedule), "", None
     hidden_s = (decision and decision.schedule == schedule and decision.hidden_s) or 0.0
-    exposes = decision and is_serial(schedule) and problem.world > 1
-    if decision and exposes and not family_of(problem).empty(problem):
+    exposes = is_serial(schedule) and problem.world > 1 and not family_of(problem).empty(problem)
+    if decision and exposes:
         source, reason = decision.source, decision.why
         if decision.schedule != schedule:
             source, reason = "limits", f"in place of {decision.schedule}, {reason}"

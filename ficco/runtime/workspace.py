@@ -84,6 +84,7 @@ class CachedCall:
     Attributes:
         columns: columns of b in each of several calls, where one call would need more memory than
             ``workspace_bytes``; 0 if one call suffices.
+        single: see :meth:`Workspace.slot`.
         eager: programs of eager calls, by the turn of their slot.
         latest: number of the latest call of this kind.
         increment: addition of a call to the counters; calls by columns add their own.
@@ -92,7 +93,7 @@ class CachedCall:
 
     plan: Plan
     digest: int
-    single: bool
+    single: int
     source: tuple[Symmetric, int] | None
     columns: int = 0
     programs: dict[int, Program] = field(default_factory=dict)
@@ -373,11 +374,12 @@ class Workspace:
             self.repeated.clear()
         self.repeated[key] = cached, options
 
-    def slot(self, plan: Plan, single: bool) -> Slot | None:
+    def slot(self, plan: Plan, single: int) -> Slot | None:
         """Slot of the latest call. A slot that is too small for the plan grows, which is
         collective.
 
-        ``single``: always use the first slot, for calls whose memory is capped.
+        ``single``: 0 for slots by turns, otherwise the number, from 1, of the slot that all calls
+        of this kind use. Such calls wait for each other, and take the memory of one slot.
         """
         capture = self.engine.capturing() if self.engine.asynchronous else 0
         if plan.collective:
@@ -387,7 +389,7 @@ class Workspace:
         if not plan.words:
             return None
         slots = self._slots.get(capture) or self._slots.setdefault(capture, [None] * SLOTS)
-        index = 0 if single else self.calls % SLOTS
+        index = single - 1 if single else self.calls % SLOTS
         slot = slots[index]
         if slot is None or plan.words > slot.words or plan.slot_bytes > slot.nbytes:
             slot = slots[index] = self._grow(slots, index, plan, bool(capture))
@@ -698,15 +700,15 @@ def new_kind(
     options: Options,
     decision: Decision | None,
     agreed: Iterable[str] = (),
-    single: bool = False,
+    single: int = 0,
     source: tuple[Symmetric, int] | None = None,
     kind: type[Kind] = CachedCall,  # type: ignore[assignment]
 ) -> Kind:
     """Cache entry of a new kind of call.
 
     The ranks compare the problem, the schedule, the cap on memory and the texts ``agreed``.
-    ``single``: all calls of this kind use one slot. ``source``: see :class:`Program`.
-    ``decision``: of the schedule, None if there was no choice.
+    ``single``: see :meth:`Workspace.slot`. ``source``: see :class:`Program`. ``decision``: of the
+    schedule, None if there was no choice.
     """
     cap = () if options.workspace_bytes is None else (f"workspace_bytes={options.workspace_bytes}",)
     text = ", ".join((str(plan.problem), f"schedule {plan.schedule}", *agreed, *cap))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Rank, missing, run
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from ficco.dma.host import Hosts, Near
 from ficco.dma.memories import SharedMapped
@@ -35,11 +36,14 @@ def _chosen(at: Rank) -> None:
     driver = cuda_driver.CudaDriver.__new__(cuda_driver.CudaDriver)
     driver.index, world, store = 0, dist.group.WORLD, dist.HashStore()
 
-    def memory(group: Any, offers: bool = True, hosts: Hosts | None = None) -> str:
+    def memory(
+        group: Any, offers: bool = True, hosts: Hosts | None = None, backend: str | None = "CUDA"
+    ) -> str:
         engine: Any = SimpleNamespace(group=group, hosts=hosts or Hosts.one(group))
         with pytest.MonkeyPatch.context() as patch:
             served = "IPC_EVENT_SUPPORTED" if offers else ""
             patch.setattr(cuda_driver, "attribute", lambda name, index: int(name == served))
+            patch.setattr(_SymmetricMemory, "get_backend", lambda device: backend, raising=False)
             return driver._memory(engine)
 
     near = Hosts(world, tuple("aabb"), Near(store, at.rank % 2, 2))
@@ -50,6 +54,8 @@ def _chosen(at: Rank) -> None:
     assert (memory(pair), memory(pair, offers=False)) == ("ipc", "torch")
     assert memory(three) == "ipc" if at.rank < 3 else memory(alone) == "torch"  # it meets nobody
     assert (memory(world, hosts=near), memory(world, hosts=apart)) == ("ipc", "torch")
+    # PyTorch's memory of another backend, as of FSDPModule.set_symm_mem_for_comm.
+    assert (memory(world, backend="NCCL"), memory(world, backend=None)) == ("ipc", "torch")
     # As many ranks as the job has, which are not all of the job's.
     assert memory(dist.ProcessGroup(store, at.rank, at.world)) == "ipc"
 

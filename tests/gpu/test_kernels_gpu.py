@@ -26,6 +26,7 @@ from test_kernels import (
     check_place,
     check_reduce,
     check_route,
+    check_scaled,
     rectangle,
 )
 
@@ -54,6 +55,7 @@ def _exact(at: Rank) -> None:
         rectangle(mine, shape, "cuda", stream, rng.choice([1, 8, 32, 500]))
     check_place(mine, "cuda", stream)
     check_reduce(mine.reduce, "cuda", stream)
+    check_scaled(mine.reduce, "cuda", stream)
     check_merge(mine.merge, "cuda", stream)
     check_combine(mine.combine, "cuda", stream)
     check_copy_runs(mine.copy_runs, "cuda", stream)

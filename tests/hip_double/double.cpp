@@ -866,6 +866,7 @@ int reduce(Stream& stream, uint32_t blocks, void** arguments) {
   size_t vectors = argument<uint64_t>(arguments, 4), elements = argument<uint64_t>(arguments, 5);
   size_t width = argument<uint64_t>(arguments, 6), pitch = argument<uint64_t>(arguments, 7);
   size_t out_pitch = argument<uint64_t>(arguments, 8);
+  float factor = argument<float>(arguments, 9);
   if (!count || count > PARTS || !elements || !width || elements % width || told != blocks ||
       vectors * EACH > elements)
     return violation(InvalidValue, "a sum of %u parts of %zu elements, %zu of them by vectors, in "
@@ -899,7 +900,7 @@ int reduce(Stream& stream, uint32_t blocks, void** arguments) {
       float sum = -0.0f;
       for (uint32_t p = 0; p < count; p++)
         sum += widened(reinterpret_cast<const In*>(parts.at[p])[place(pitch)]);
-      round_to(sum, reinterpret_cast<Out*>(out)[place(out_pitch)]);
+      round_to(sum * factor, reinterpret_cast<Out*>(out)[place(out_pitch)]);
     }
     std::atomic_thread_fence(std::memory_order_release);
   };

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -63,11 +64,48 @@ class StackWay(NamedTuple):
     lacks: str = ""
 
 
+def registered(model: Any) -> None:
+    """Let PyTorch take the buffers of FSDP2 from NCCL. Raises as :func:`symmetric`."""
+    method = "set_allocate_memory_from_process_group_for_comm"
+    require_nccl(model, method)
+    device = next(model.parameters()).device
+    if not dist.group.WORLD._get_backend(device).supports_tensor_alloc(device):
+        raise NotImplementedError(f"FSDPModule.{method}: NCCL allocates no memory on this device")
+    for module in (model, *model):
+        getattr(module, method)(True)
+
+
+def symmetric(model: Any) -> None:
+    """Let PyTorch gather in NCCL's symmetric memory.
+
+    Raises:
+        NotImplementedError: PyTorch lacks the method, the group is not NCCL's, or the symmetric
+            memory of the process has another backend.
+    """
+    require_nccl(model, "set_symm_mem_for_comm")
+    try:
+        for module in (model, *model):
+            module.set_symm_mem_for_comm()
+    except RuntimeError as error:
+        raise NotImplementedError(f"FSDPModule.set_symm_mem_for_comm: {error}") from error
+
+
+def require_nccl(model: Any, method: str) -> None:
+    """Raise ``NotImplementedError`` unless ``FSDPModule`` has a method, and the group is NCCL's."""
+    if not hasattr(model, method):
+        raise NotImplementedError(f"PyTorch {torch.__version__} has no FSDPModule.{method}")
+    if (backend := dist.get_backend()) != "nccl":
+        raise NotImplementedError(f"FSDPModule.{method}: required NCCL, got {backend}")
+
+
 _HOOKS = hasattr(FSDPModule, "set_custom_all_gather")
 _LACKS = "" if _HOOKS else f"PyTorch {torch.__version__} has no hooks for FSDP2's collectives"
-#: The first is the reference of the others.
+#: The first is the reference of the others. PyTorch's symmetric memory comes before ficco's: after
+#: its first use it keeps its backend, and ficco then shares memory by handles.
 WAYS = {
     "pytorch-serial": StackWay(lambda model: None),
+    "pytorch-registered": StackWay(registered),
+    "pytorch-symmetric": StackWay(symmetric),
     "gathers": StackWay(partial(fsdp.use, reduce_scatter=False), lacks=_LACKS),
     "gathers and sums": StackWay(fsdp.use, lacks=_LACKS),
 }
@@ -129,7 +167,9 @@ HOW = (
     f"A step is forward and backward of {BLOCKS} blocks of a Llama model under FSDP2 (hidden "
     "width, columns of queries, keys and values, columns of the gated layer). All ways run in "
     "shuffled order in every round; a round's time is that of its slowest rank, ratios are medians "
-    "over the rounds. pytorch-serial: PyTorch's collectives. Before it is timed every way must "
+    "over the rounds. pytorch-serial: PyTorch's collectives; pytorch-registered: in memory that "
+    "NCCL allocates (since PyTorch 2.9); pytorch-symmetric: gathers in NCCL's symmetric memory "
+    "(since 2.13), by copy engines if NCCL_CTA_POLICY is 2. Before it is timed every way must "
     "agree with PyTorch's in loss and gradients, within what rounding explains."
 )
 
