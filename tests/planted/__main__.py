@@ -44,10 +44,10 @@ def find(tree: Path, edit: Edit, stages: Sequence[Sequence[str]], marks: str) ->
     return Outcome(outcome.found_by, seconds)
 
 
-def stages_of(fault: faults.Fault) -> list[list[str]]:
+def stages_of(likely: Sequence[str]) -> list[Sequence[str]]:
     """The likely tests, those of the pure half, and all others."""
-    pure = [name for name in PURE if name not in fault.tests]
-    return [list(fault.tests), pure, rest((*fault.tests, *pure))]
+    pure = [name for name in PURE if name not in likely]
+    return [likely, pure, rest((*likely, *pure))]
 
 
 def main() -> int:
@@ -71,21 +71,18 @@ def main() -> int:
     with copied() as tree:
         if fails := run(tree, PURE[:1], LIMIT_S, mutants.MARKS).found_by:
             raise SystemExit(f"without any fault {fails} must pass; nothing was planted")
-        planned: list[tuple[Edit, Sequence[Sequence[str]]]]
+        planned: list[tuple[Edit, Sequence[str]]]
         if given.set == "faults":
             every = [one for one in faults.FAULTS if one.name in (given.names or one.name)]
-            most = 1 if given.likely else None
-            planned = [(one, stages_of(one)[:most]) for one in every if one.name not in rows]
-            marks = faults.MARKS
-        else:
+            planned, marks, most = [(one, one.tests) for one in every], faults.MARKS, 3
+        else:  # of the pure half
             chosen = mutants.chosen(given.seed, given.count)
-            left = [one for one in chosen if one.name not in rows]
-            reached: list[Sequence[str]] = [mutants.ROOMS[one.room] for one in left]
-            if not given.likely and left:
-                reached = mutants.tests_of(tree, left, LIMIT_S)
-            planned = [(one, [tests]) for one, tests in zip(left, reached, strict=True)]
-            marks = mutants.MARKS
-        for edit, stages in planned:
+            planned = [(one, mutants.ROOMS[one.room]) for one in chosen]
+            marks, most = mutants.MARKS, 2
+        for edit, likely in planned:
+            if edit.name in rows:
+                continue
+            stages = stages_of(likely)[: 1 if given.likely else most]
             outcome = find(tree, edit, stages, marks)
             if given.likely and not outcome.found_by:
                 continue

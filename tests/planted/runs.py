@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn, Protocol
@@ -39,8 +39,6 @@ PURE = (
 )
 #: Those of them that run in one process and depend on no time.
 STEADY = PURE[:9]
-#: Those that start ranks, whose processes do not tell which test they serve.
-RANKED = PURE[13:]
 #: The first failing or broken test in the report of pytest.
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 #: Exit status of pytest if all tests pass, and if none are left to run.
@@ -139,23 +137,16 @@ def applied(tree: Path, edit: Edit) -> Iterator[None]:
         write(tree, edit.path, text)
 
 
-def run(
-    tree: Path,
-    names: Sequence[str],
-    limit_s: float,
-    marks: str,
-    options: Sequence[str] = ("-x",),
-    variables: Mapping[str, str] | None = None,
-) -> Outcome:
+def run(tree: Path, names: Sequence[str], limit_s: float, marks: str) -> Outcome:
     """Run tests of a copy in the given order until one fails or the time is over."""
     if not (chosen := files(names, tree)):
         return Outcome("", 0.0)
-    arguments = [*options, "-q", "--tb=no", "-rfE", "-m", marks]
+    arguments = ["-x", "-q", "--tb=no", "-rfE", "-m", marks]
     arguments += ["-p", "no:cacheprovider", "--hypothesis-seed=0", *chosen]
     begin = time.monotonic()
     with tempfile.NamedTemporaryFile("r") as report:
         if not (process := os.fork()):
-            _be_pytest(tree, arguments, {**(variables or {}), "PYTHONPATH": str(tree)}, report.name)
+            _be_pytest(tree, arguments, report.name)
         found_by, ended, status = "time-out", 0, 0
         try:
             while not ended and time.monotonic() - begin < limit_s:
@@ -175,9 +166,7 @@ def run(
     return Outcome(found_by, time.monotonic() - begin)
 
 
-def _be_pytest(
-    tree: Path, arguments: list[str], variables: Mapping[str, str], report: str
-) -> NoReturn:
+def _be_pytest(tree: Path, arguments: list[str], report: str) -> NoReturn:
     """Go on as pytest in a copy of the tree, of which this process has imported nothing yet."""
     try:
         os.setsid()
@@ -185,7 +174,7 @@ def _be_pytest(
         for stream in (1, 2):
             os.dup2(output, stream)
         os.chdir(tree)
-        os.environ.update(variables)
+        os.environ["PYTHONPATH"] = str(tree)
         outside = [path for path in sys.path if path and not Path(path).is_relative_to(TESTS)]
         sys.path[:] = [str(tree), *outside]
         for name in [name for name in sys.modules if name.partition(".")[0] == "planted"]:
