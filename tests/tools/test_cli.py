@@ -161,33 +161,6 @@ def test_plan_as_json_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {"growing rank 3", "compute0", "copy0"} <= names
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["slowing"], "serial, shard-overlap"),
-        (["growing:fast"], "not a knob"),
-        (["growing", "--rows", "1,2,3,4"], "sum 64"),
-        (["growing", "--rows", "a,2,3,4"], "whole numbers"),
-        (["growing", "--rank", "4"], "0 to 3"),
-        (["growing", "--dtype", "int8"], "int8"),
-        (["growing", "--draw", "x.png", "--machine", "abacus"], "abacus"),
-        (["growing", "--draw", "x"], "--draw: required a file with one of the suffixes"),
-        (["growing", "--workspace-bytes", "1"], "workspace_bytes"),
-        (
-            ["growing", "--workspace-bytes", "1", "--operator", "matmul_reduce_scatter"],
-            "--workspace-bytes: required an operator that gathers",
-        ),
-        (["growing", "--world", "0"], "--world: required"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(["plan", *SIZES, *arguments]) == 2
-    found = capsys.readouterr().err.strip().splitlines()
-    assert said in found[-1] and "error:" in found[-1]
-
-
 #: What the options of ``ficco bench`` are refused for.
 OF_BENCH = (
     ("--schedules slowing", "slowing"),
@@ -208,6 +181,23 @@ OF_BENCH = (
         for kind, name in (("ring", "ring"), ("ring", "ring:pieces=3"), ("two-shot", "two-shot"))
     ),
 )
+#: What those of ``ficco plan`` are refused for.
+OF_PLAN = (
+    ("slowing", "serial, shard-overlap"),
+    ("growing:fast", "not a knob"),
+    ("growing --rows 1,2,3,4", "sum 64"),
+    ("growing --rows a,2,3,4", "whole numbers"),
+    ("growing --rank 4", "0 to 3"),
+    ("growing --dtype int8", "int8"),
+    ("growing --draw x.png --machine abacus", "abacus"),
+    ("growing --draw x", "--draw: required a file with one of the suffixes"),
+    ("growing --workspace-bytes 1", "workspace_bytes"),
+    (
+        "growing --workspace-bytes 1 --operator matmul_reduce_scatter",
+        "--workspace-bytes: required an operator that gathers",
+    ),
+    ("growing --world 0", "--world: required"),
+)
 TOO_MANY = "--device cpu --ranks 4096"
 
 
@@ -215,6 +205,7 @@ TOO_MANY = "--device cpu --ranks 4096"
     ("arguments", "said"),
     [
         *((f"bench {options}", said) for options, said in OF_BENCH),
+        *((f"plan {' '.join(SIZES)} {options}", said) for options, said in OF_PLAN),
         ("replay", "ficco replay: error: required --world, got none"),
         ("replay --world 4", "required a GPU, whose copy engines"),
         ("replay --world 1", "--world: required at least 2 ranks, got 1"),
@@ -246,13 +237,14 @@ TOO_MANY = "--device cpu --ranks 4096"
         ("", "ficco: error: required command, got none"),
     ],
 )
-def test_other_commands_refuse_bad_input_too(
+def test_bad_input_is_one_line_and_exit_code_2(
     arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.run(arguments.split()) == 2
-    text = capsys.readouterr().err
+    text = capsys.readouterr().err.strip()
     assert said in text and "usage" not in text and text.count("error:") == 1
+    assert "error:" in text.splitlines()[-1]
 
 
 def test_an_error_names_an_option_by_its_type_not_by_its_text(
@@ -290,17 +282,7 @@ def test_the_help_lists_the_sizes_of_a_family(
     assert ("--rows" in texts[0]) == (family == "products")
 
 
-@pytest.mark.parametrize("command", ["plan", "explain", "simulate"])
-def test_the_help_lists_every_dtype(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([command, "--help"]) == 0
-    _, _, text = capsys.readouterr().out.partition("  --dtype NAME ")
-    listed = re.split(r"[,;]?\s+", text.partition("(default")[0])
-    for name in ("bfloat16", *SCALED, *CAST_KINDS):
-        assert name in listed, name
-        assert operands_of(name)[0] in (name, "float8_e4m3fn", "float8_e4m3fnuz")
-
-
-def test_the_help_has_every_option_and_its_default() -> None:
+def test_the_help_has_every_option_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     (commands,) = (
         action.choices
         for action in cli._parser()._actions
@@ -313,6 +295,13 @@ def test_the_help_has_every_option_and_its_default() -> None:
             if isinstance(action.default, (int, float, str, Path)) and action.nargs != 0:
                 if action.default != argparse.SUPPRESS:
                     assert f"default: {action.default}" in action.help, f"{name} {action.dest}"
+    for name in ("plan", "explain", "simulate"):
+        assert cli.run([name, "--help"]) == 0
+        _, _, text = capsys.readouterr().out.partition("  --dtype NAME ")
+        listed = re.split(r"[,;]?\s+", text.partition("(default")[0])
+        assert {"bfloat16", *SCALED, *CAST_KINDS} <= {*listed}
+    for name in ("bfloat16", *SCALED, *CAST_KINDS):
+        assert operands_of(name)[0] in (name, "float8_e4m3fn", "float8_e4m3fnuz")
 
 
 def test_plot_draws_every_kind_of_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,11 +64,6 @@ def _rows() -> pd.DataFrame:
     return BENCH.frame(_figures())
 
 
-def _equal(found: pd.DataFrame, wanted: pd.DataFrame) -> None:
-    """Rows are equal but for the digits that a file does not hold."""
-    pd.testing.assert_frame_equal(found, wanted, rtol=1e-5)
-
-
 def test_rows_survive_the_file(tmp_path: Path) -> None:
     rows, path = _rows(), tmp_path / "new" / "rows.csv"
     append(path, rows[:5])
@@ -76,80 +71,48 @@ def test_rows_survive_the_file(tmp_path: Path) -> None:
     with path.open(newline="") as file:
         assert next(csv.reader(file)) == list(BENCH.columns)
     assert "\n\n" not in path.read_text() and "nan" not in path.read_text()
-    _equal(BENCH.read(path), rows)
-    path.write_text("case,m\na,1\n")
-    with pytest.raises(ConfigError, match="columns"):
-        BENCH.read(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        BENCH.read(tmp_path / "none.csv")
-
-
-def test_rows_for_json_have_nothing_where_a_figure_is_missing() -> None:
-    native = records(_rows())[11]
+    # Equal but for the digits that a file does not hold.
+    pd.testing.assert_frame_equal(BENCH.read(path), rows, rtol=1e-5)
+    native = records(rows)[11]  # as JSON has it
     assert native["candidate"] == "pytorch-native" and native["ms"] is None
     assert (native["m"], type(native["m"])) == (64, int)
 
 
-def test_a_row_of_another_kind_is_refused() -> None:
-    with pytest.raises(KeyError, match="tokens"):
-        BENCH.frame([{"tokens": 3}])
-
-
-@pytest.mark.parametrize(
-    ("column", "cell", "said"),
-    [
-        ("m", "-", "row 2, m: required a whole number, got '-'"),
-        ("m", "", "row 2, m: required a whole number, got ''"),
-        ("m", "1.5", "row 2, m: required a whole number, got '1.5'"),
-        ("ms", "fast", "row 2, ms: required a number, got 'fast'"),
-    ],
-)
-def test_a_row_that_is_damaged_is_named(tmp_path: Path, column: str, cell: str, said: str) -> None:
-    path = tmp_path / "rows.csv"
-    append(path, _rows()[:3])
-    head, first, second, third = path.read_text().splitlines()
-    fields = second.split(",")
-    fields[list(BENCH.columns).index(column)] = cell
-    path.write_text("\n".join((head, first, ",".join(fields), third)) + "\n")
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_a_row_that_is_damaged_is_named(tmp_path: Path) -> None:
+    path, columns = tmp_path / "rows.csv", list(BENCH.columns)
+    with pytest.raises(ConfigError, match="cannot be read"):
         BENCH.read(path)
-
-
-def test_a_row_that_ends_early_or_late_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
     append(path, _rows()[:3])
     whole = path.read_text().rstrip("\n")
-    path.write_text(whole[: whole.rindex(",")])
-    with pytest.raises(ConfigError, match=f"row 3, {list(BENCH.columns)[-1]}: the row ends before"):
-        BENCH.read(path)
-    path.write_text(f"{whole},7\n")
-    with pytest.raises(ConfigError, match="required a CSV file"):
-        BENCH.read(path)
 
+    def with_cell(column: str, cell: str) -> str:
+        rows = [line.split(",") for line in whole.splitlines()]
+        rows[2][columns.index(column)] = cell
+        return "\n".join(map(",".join, rows))
 
-def test_files_from_before_there_were_operators_are_read() -> None:
-    rows = BENCH.read(RESULTS / "small-h200-2.csv")
-    assert len(rows) > 100 and set(rows["operator"]) == {OPERATOR}
-    assert set(rows["world"]) == {2} and rows[["error", "ms_low"]].isna().all(axis=None)
-    assert "operator" not in (RESULTS / "small-h200-2.csv").read_text().splitlines()[0]
+    for text, said in (
+        *(
+            (with_cell("m", one), f"row 2, m: required a whole number, got '{one}'")
+            for one in ("-", "", "1.5")
+        ),
+        (with_cell("ms", "fast"), "row 2, ms: required a number, got 'fast'"),
+        (whole[: whole.rindex(",")], f"row 3, {columns[-1]}: the row ends before"),
+        (f"{whole},7", "required a CSV file"),
+        ("case,m\na,1", "columns"),
+    ):
+        path.write_text(f"{text}\n")
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            BENCH.read(path)
+    with pytest.raises(KeyError, match="tokens"):
+        BENCH.frame([{"tokens": 3}])
 
 
 # Reports, tables and pictures.
 
 
-def _of_two() -> pd.DataFrame:
-    """The rows once more, of an operator that sums, with errors."""
-    summed = _rows().assign(operator="matmul_reduce_scatter")
-    summed["speedup"] *= 2
-    errors = {"serial-collective": 2e-3, "serial": 1.5e-3, "shard-overlap": 1.8e-3}
-    summed["error"] = summed["candidate"].map(errors)
-    return pd.concat([_rows(), summed], ignore_index=True)
-
-
 def test_an_operator_none_of_whose_shapes_was_measured_is_named() -> None:
-    rows = _of_two()
-    second = rows["operator"] != rows["operator"][0]
-    rows.loc[second, ["status", "note"]] = "skipped", "out of time"
+    skipped = {"operator": "matmul_reduce_scatter", "status": "skipped", "note": "out of time"}
+    rows = pd.concat([_rows(), _rows().assign(**skipped)], ignore_index=True)
     text = report.report(rows, {}, "name", [])
     assert "skipped: out of time" in text.split("## Not measured")[1]
 
@@ -210,16 +173,11 @@ def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
 # What auto loses.
 
 
-def _read(name: str, case: str) -> pd.DataFrame:
-    rows = BENCH.read(RESULTS / f"{name}.csv")
-    return rows[rows["case"] == case]
-
-
 def test_regret_of_a_file_from_before_auto_took_kernels() -> None:
     """Is that of what ``auto`` would take without them, and none of its shapes are left out."""
     machine = find("h200-2", None)
     assert machine is not None
-    rows = _read("unseen-h200-2", "512x3584x2048")
+    rows = BENCH.read(RESULTS / "unseen-h200-2.csv").query("case == '512x3584x2048'")
     problem = Case("", 512, 3584, 2048).problem(2)
     assert decide(problem, machine=machine).schedule.mover == "kernel"
     assert "serial:kernel" not in set(rows["candidate"])
@@ -229,8 +187,8 @@ def test_regret_of_a_file_from_before_auto_took_kernels() -> None:
 
 
 def test_auto_is_held_against_what_it_compares(tmp_path: Path) -> None:
-    machine = find("h200-4", None)
-    assert machine is not None
+    machine, pair = find("h200-4", None), find("h200-2", None)
+    assert machine is not None and pair is not None
     problem = Problem("all_gather_matmul", (8192,) * 4, 2048, 8192, "bfloat16")
     taken = str(decide(problem, machine=machine).schedule)
     slower = next(
@@ -251,8 +209,6 @@ def test_auto_is_held_against_what_it_compares(tmp_path: Path) -> None:
     assert (found.best, found.auto) == ((slower, 1.6), (taken, 2.0))
     assert found.loss == pytest.approx(0.25) and never not in found.errors
     # Several names of one plan have one time, in the middle of theirs.
-    pair = find("h200-2", None)
-    assert pair is not None
     times = {"growing": 2.0, "shrinking": 1.0, "shard-overlap": 3.0, "serial": 1.5}
     both_rows = rows_of(times, m=1536, n=5504, k=4096, world=2)
     ((_, found),) = regret.regrets(both_rows, pair)

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -25,7 +25,7 @@ import hip_ranks
 import host_gpu
 import pytest
 import ranks
-import test_kernels as on_host
+import test_kernels
 import torch
 import torch.distributed as dist
 from torch_kernels import TorchKernels
@@ -33,7 +33,6 @@ from torch_kernels import TorchKernels
 import ficco
 from ficco import dma
 from ficco.dma import cpu
-from ficco.hip_kernels import build
 from ficco.hip_kernels.launch import NAMES, Kernels, Script
 from ficco.machine import Fingerprint, load
 from ficco.runtime.workspace import workspace_of
@@ -96,8 +95,12 @@ def results(
     return {result.check: result for result in run.results}
 
 
-def failed(found: dict[str, CheckResult]) -> set[str]:
-    return {name for name, result in found.items() if result.verdict == "failed"}
+def failed(found: dict[str, CheckResult], verdict: str = "failed") -> set[str]:
+    return {name for name, result in found.items() if result.verdict == verdict}
+
+
+def not_offered(found: dict[str, CheckResult]) -> set[str]:
+    return failed(found, "not offered")
 
 
 # All is well.
@@ -359,15 +362,8 @@ def test_operations_of_pytorch_in_place_of_kernels(monkeypatch: pytest.MonkeyPat
         assert all(words in found for words in said) and unsaid not in found, found
 
 
-@pytest.fixture(scope="module")
-def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
-    header = (on_host.ON_HOST / "device.h").read_text()
-    text = (build.HERE / "kernels.cpp").read_text().replace('#include "device.h"\n', header)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "source", lambda: text)
-        patch.setitem(build.FINDERS, "host", (on_host.for_this_cpu,))
-        patch.setenv("FICCO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield Kernels(on_host.HostBinding())
+#: Compiled for this CPU.
+host_kernels = test_kernels.on_host
 
 
 def test_compiled_kernels(host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -606,16 +602,40 @@ def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> No
     assert refused - tools == ways | OF_GPUS
 
 
+def _no_copies_to_peers() -> None:
+    from ficco.dma import hip_api
+
+    right = hip_api.copy
+    hip_api.copy = lambda dst, src, nbytes, stream: nbytes == 4 or right(dst, src, nbytes, stream)
+
+
 def test_what_a_card_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kind of memory and each attribute by itself, where no engine can be made either."""
-    only = ["attribute", "sharing"]
-    found = on_the_double(monkeypatch, only, SIGNAL_IPC=0, WAIT=0)
-    refused = {name: result for name, result in found.items() if result.verdict != "ok"}
+    """Each kind of memory and each attribute by itself, where no engine can be made either; memory
+    of two kinds stays as it was."""
+    settings = {"SIGNAL_IPC": 0, "WAIT": 0}
+    found = on_the_double(monkeypatch, ["attribute", "sharing"], _no_copies_to_peers, **settings)
+    assert failed(found) == {"sharing of plain memory", "sharing of uncached memory"}
+    assert "0x0 by rank 1, not 0x5eed0001" in found["sharing of plain memory"].seen
     signal, waits = "sharing of signal memory", "attribute CanUseStreamWaitValue"
-    assert set(refused) == {signal, waits}
-    assert refused[signal].verdict == refused[waits].verdict == "not offered"
-    assert "hipIpcGetMemHandle" in refused[signal].seen and "uncached" in refused[signal].instead
-    assert refused[waits].seen == "0 on ranks [0, 1]" and "kernel" in refused[waits].instead
+    assert not_offered(found) == {signal, waits}
+    assert "hipIpcGetMemHandle" in found[signal].seen and "uncached" in found[signal].instead
+    assert found[waits].seen == "0 on ranks [0, 1]" and "kernel" in found[waits].instead
+
+
+def test_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns without a 2D copy are exact, but packed columns are not what was to be checked."""
+    only = ["2D copies", "FICCO_HIP=copy=peer", "FICCO_HIP=copy=dtod, "]
+    settings = {"FAIL": "hipMemcpyPeerAsync:801:1:1000000", "2D": 0}
+    found = on_the_double(monkeypatch, only, **settings)
+    peer = {"FICCO_HIP=copy=peer", "FICCO_HIP=copy=peer, every size"}
+    assert not_offered(found) == {"2D copies", *peer} and not failed(found)
+    for name in peer:
+        assert "hipMemcpyPeerAsync" in found[name].seen and "another" in found[name].instead
+    packed = found["2D copies"]
+    assert "calls exact" in packed.seen and "packs columns" in packed.instead
+    assert COLUMNS[1] in packed.seen and COLUMNS[0] not in packed.seen
+    beside = "2d:pieces=4,copy=1 takes [0-9.]+ times as long as hetero-fused-1d:pieces=4,copy=1"
+    assert re.search(beside, packed.seen)
 
 
 def _batches_of_small_copies_pay() -> None:
@@ -636,30 +656,6 @@ def test_batches_are_timed_for_the_machine_file(monkeypatch: pytest.MonkeyPatch)
     gains = dict.fromkeys((4096, 16384, 65536), 40.0)
     for size, most in ((4096, 0), (16384, 4096), (65536, 16384), (1, 65536)):
         assert selftest.checks.batched_bytes(gains | {size: -1.0} if size > 1 else gains) == most
-
-
-def _no_copies_to_peers() -> None:
-    from ficco.dma import hip_api
-
-    right = hip_api.copy
-    hip_api.copy = lambda dst, src, nbytes, stream: nbytes == 4 or right(dst, src, nbytes, stream)
-
-
-def test_memory_that_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = on_the_double(monkeypatch, ["sharing"], _no_copies_to_peers)
-    kinds = "plain", "uncached", "signal"
-    assert failed(found) == {f"sharing of {kind} memory" for kind in kinds}
-    assert "0x0 by rank 1, not 0x5eed0001" in found["sharing of plain memory"].seen
-
-
-def test_columns_without_a_2d_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exact, but packed columns are not what was to be checked."""
-    found = on_the_double(monkeypatch, ["2D"], **{"2D": 0})["2D copies"]
-    assert found.verdict == "not offered" and "calls exact" in found.seen
-    assert COLUMNS[1] in found.seen and COLUMNS[0] not in found.seen
-    beside = "2d:pieces=4,copy=1 takes [0-9.]+ times as long as hetero-fused-1d:pieces=4,copy=1"
-    assert re.search(beside, found.seen)
-    assert "packs columns" in found.instead
 
 
 # Copies that lie, parts that crash or hang, and what a report says of them.
@@ -714,32 +710,35 @@ def reported(
     return found, json.loads(json.dumps(document(runs[0], {})))
 
 
+def limited(found: dict[str, CheckResult], report: dict[str, Any], said: str) -> None:
+    """Fail unless copies are limited, and nothing else has failed."""
+    assert failed(found) == {"copies of every size"}
+    result = found["copies of every size"]
+    assert said in result.seen and "all copies up to 1048576 bytes were exact" in result.seen
+    assert result.facts["largest"] == LONGEST
+    machine = selftest.run.machine(report)
+    assert machine is not None and machine.largest_copy == LONGEST
+    line = next(one for one in selftest.run.claims(report) if "512 MiB" in one)
+    assert "| refuted |" in line and "copies of every size" in line
+
+
 @pytest.mark.parametrize(
-    ("how", "words", "limit_s"),
+    ("how", "said", "limit_s"),
     [
-        ("short", "1 of 262145 words of rank", 30.0),
         ("crash", "exit code 7", 30.0),
         pytest.param(
             *("hang", "it tried copies of 1048580 bytes by shard-overlap;", 8.0),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["short", "crash", "hang"],
+    ids=["crash", "hang"],
 )
 def test_copies_of_more_than_a_limit(
-    how: str, words: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
+    how: str, said: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report has the limit, and the checks behind it are tried."""
     only = ["device", "copies of every", "sharing of plain"]
-    found, report = reported(monkeypatch, only, partial(_breaks_copies, how), limit_s=limit_s)
-    assert failed(found) == {"copies of every size"}
-    result = found["copies of every size"]
-    assert words in result.seen and "all copies up to 1048576 bytes were exact" in result.seen
-    assert result.facts["largest"] == LONGEST
-    machine = selftest.run.machine(report)
-    assert machine is not None and machine.largest_copy == LONGEST
-    line = next(one for one in selftest.run.claims(report) if "512 MiB" in one)
-    assert "| refuted |" in line and "copies of every size" in line
+    breaks = partial(_breaks_copies, how)
+    limited(*reported(monkeypatch, only, breaks, limit_s=limit_s), said)
 
 
 def test_copies_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -813,16 +812,6 @@ def test_signals_before_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| refuted |" in line and "order of copy and signal: " in line
 
 
-def test_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    only = ["FICCO_HIP=copy=peer", "FICCO_HIP=copy=dtod, "]
-    found = on_the_double(monkeypatch, only, FAIL="hipMemcpyPeerAsync:801:1:1000000")
-    refused = {name for name, result in found.items() if result.verdict == "not offered"}
-    assert refused == {"FICCO_HIP=copy=peer", "FICCO_HIP=copy=peer, every size"}
-    for name in refused:
-        assert "hipMemcpyPeerAsync" in found[name].seen and "another" in found[name].instead
-    assert found["FICCO_HIP=copy=dtod, every size"].verdict == "ok"
-
-
 def test_a_doctor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report lacks its part alone."""
 
@@ -841,7 +830,8 @@ def test_a_report_is_read_back_and_limits_copies(
 ) -> None:
     breaks = partial(_breaks_copies, "short")
     only = ["device", "copies of every", "figures", "sharing of", "attribute"]
-    _, report = reported(monkeypatch, only, breaks)
+    found, report = reported(monkeypatch, only, breaks)
+    limited(found, report, "1 of 262145 words of rank")
     path = tmp_path / "mi300x.json"
     path.write_text(json.dumps(report))
     capsys.readouterr()
@@ -855,11 +845,11 @@ def test_a_report_is_read_back_and_limits_copies(
     machine = load(path.with_suffix(".yaml"))
     assert machine.largest_copy == LONGEST and machine.memory is not None
     # With this file the engine is exact, although the runtime is as broken as before.
-    limited = partial(breaks, machine=str(path.with_suffix(".yaml")))
-    assert hip_ranks.run(2, _gathers, limited) == [(True, True, 3)] * 2
+    in_pieces = partial(breaks, machine=str(path.with_suffix(".yaml")))
+    assert hip_ranks.run(2, _gathers, in_pieces) == [(True, True, 3)] * 2
     assert hip_ranks.run(2, _gathers, breaks) == [(False, False, 1)] * 2
     # The self-test tries long copies in spite of the file.
-    found = on_the_double(monkeypatch, ["copies of every"], limited)
+    found = on_the_double(monkeypatch, ["copies of every"], in_pieces)
     assert found["copies of every size"].facts["largest"] == LONGEST
 
 
@@ -948,18 +938,19 @@ def test_the_page_has_the_claims_of_the_selftest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hip", "there", "words"),
+    ("builds", "there", "said"),
     [
-        (None, ("kfd", "amdgpu"), "is built for CPUs only and cannot use the AMD GPUs"),
-        ("7.2", (), "kfd does not exist; start a container with --device /dev/kfd"),
-        ("7.2", ("kfd",), "hip-python"),
-        (None, (), ""),
+        ({}, ("kfd", "amdgpu"), "is built for CPUs only and cannot use the AMD GPUs"),
+        ({"cuda": "13.0"}, ("kfd",), "is built for CUDA 13.0 and cannot use the AMD GPUs"),
+        ({"hip": "7.2"}, (), "kfd does not exist; start a container with --device /dev/kfd"),
+        ({"hip": "7.2"}, ("kfd",), "hip-python"),
+        ({}, (), ""),
     ],
 )
 def test_hosts_that_cannot_run(
-    hip: str | None,
+    builds: dict[str, str],
     there: Sequence[str],
-    words: str,
+    said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -970,40 +961,19 @@ def test_hosts_that_cannot_run(
     monkeypatch.setattr(doctor, "AMDGPU", tmp_path / "amdgpu")
     monkeypatch.setitem(sys.modules, "hip", None)  # as without hip-python
     monkeypatch.delitem(sys.modules, "ficco.dma.hip_api", raising=False)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    said = doctor.obstacle()
-    assert words in said and bool(words) == bool(said)
-    if not said:
+    for name in ("cuda", "hip"):
+        monkeypatch.setattr(torch.version, name, builds.get(name))
+    obstacle = doctor.obstacle()
+    assert said in obstacle and bool(said) == bool(obstacle)
+    if not obstacle:
         return
-    monkeypatch.setattr(selftest.run, "about", lambda: {"obstacle": said})
+    monkeypatch.setattr(selftest.run, "about", lambda: {"obstacle": obstacle})
     monkeypatch.chdir(tmp_path)
     assert cli.run(["doctor", "--selftest"]) == 2  # before a rank is started
-    assert words in capsys.readouterr().err
-
-
-def test_the_evidence_of_the_page_exists() -> None:
-    """Tests and files that its first table names."""
-    root = Path(__file__).parents[2]
-    page = (root / "docs/amd.md").read_text()
-    table = page.partition("| claim | evidence | where |")[2].partition("\n\n")[0]
-    cells = [line.split(" | ")[-1] for line in table.splitlines()[2:]]
-    named = [name for cell in cells for name in re.findall("`([^`]+)`", cell)]
-    tests = "".join(path.read_text() for path in (root / "tests").rglob("test_*.py"))
-    missing = [
-        name
-        for name in named
-        if not ((root / name).exists() if "/" in name else f"def {name}" in tests)
-    ]
-    assert len(cells) > 10 and not missing
-
-
-def test_a_cuda_build_of_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "kfd").touch()
-    monkeypatch.setattr(doctor, "KFD", tmp_path / "kfd")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "is built for CUDA 13.0 and cannot use the AMD GPUs" in doctor.obstacle()
-    monkeypatch.setattr(doctor.gpu, "is_available", lambda: True)  # of NVIDIA, beside AMD's
-    assert doctor.obstacle() == ""
+    assert said in capsys.readouterr().err
+    if "hip" not in builds:
+        monkeypatch.setattr(doctor.gpu, "is_available", lambda: True)  # of NVIDIA, beside AMD's
+        assert doctor.obstacle() == ""
 
 
 def test_a_driver_without_peer_access_and_no_runtime(
