@@ -45,13 +45,9 @@ from ficco.tools.cli import measure as command
 # Figures.
 
 
-def _times(**by_name: list[float]) -> pd.DataFrame:
-    return pd.DataFrame(by_name)
-
-
 def test_ratios_are_taken_round_by_round() -> None:
     # The device is three times slower in the second round; the ratio is 2 in two of three.
-    times = _times(slow=[2.0, 6.0, 2.2], fast=[1.0, 3.0, 2.2])
+    times = pd.DataFrame({"slow": [2.0, 6.0, 2.2], "fast": [1.0, 3.0, 2.2]})
     assert report.over(times["slow"], times).to_dict() == pytest.approx({"slow": 1, "fast": 2})
     assert report.over(None, times).isna().all()
     seconds = {
@@ -76,7 +72,7 @@ def test_figures_of_what_is_missing_and_of_the_slowest() -> None:
     assert slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]).tolist() == [2.0, 5.0]
     assert report.geomean([0.5, 2.0, math.nan]) == pytest.approx(1.0)
     assert math.isnan(report.geomean([])) and math.isnan(report.geomean([math.nan]))
-    both = _times(gemm=[3.0, 3.0], collective=[2.0, 5.0], copies=[4.0, 4.0])
+    both = pd.DataFrame({"gemm": [3.0, 3.0], "collective": [2.0, 5.0], "copies": [4.0, 4.0]})
     assert list(report.ideal(both)) == [3.0, 4.0]
     assert list(report.ideal(both.drop(columns="collective"))) == [4.0, 4.0]
     assert report.ideal(both[["gemm"]]) is None and report.ideal(both.drop(columns="gemm")) is None

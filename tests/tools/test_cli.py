@@ -55,23 +55,6 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"ficco {ficco.__version__}\n"
 
 
-@pytest.fixture
-def no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder; a command that starts ranks fails the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ficco.tools.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
-
-
-@pytest.mark.usefixtures("no_ranks")
-def test_no_more_seconds_than_can_be_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    benches = [["bench", *kind, "--device", "cpu"] for kind in ([], ["layers"], ["experts"])]
-    for command in (*benches, ["explain", *SIZES, "--measure"]):
-        for seconds in ("0", "nan", "inf", "604801"):
-            assert cli.run([*command, "--seconds", seconds]) == 2
-            said = f"--seconds: required a number above 0 and at most 604800, got {seconds}\n"
-            assert said in capsys.readouterr().err
-
-
 def test_explain_waits_for_what_it_measures_and_says_what_could_not_be_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,10 +77,11 @@ def test_explain_waits_for_what_it_measures_and_says_what_could_not_be_measured(
     assert "error: --measure: 63 rows do not divide" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("no_ranks")
 def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ficco.tools.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
     file = tmp_path / "file"
     file.touch()
     for out, why in ((file, f"{file} (File exists)"), (tmp_path, f"{tmp_path}\n")):
@@ -198,7 +182,7 @@ OF_PLAN = (
     ),
     ("growing --world 0", "--world: required"),
 )
-TOO_MANY = "--device cpu --ranks 4096"
+TOO_MANY, MEASURED = "--device cpu --ranks 4096", f"explain {' '.join(SIZES)} --measure"
 
 
 @pytest.mark.parametrize(
@@ -206,6 +190,11 @@ TOO_MANY = "--device cpu --ranks 4096"
     [
         *((f"bench {options}", said) for options, said in OF_BENCH),
         *((f"plan {' '.join(SIZES)} {options}", said) for options, said in OF_PLAN),
+        *(
+            (f"{command} --seconds {seconds}", f"above 0 and at most 604800, got {seconds}")
+            for command in ("bench", "bench layers", "bench experts", MEASURED)
+            for seconds in ("0", "nan", "inf", "604801")
+        ),
         ("replay", "ficco replay: error: required --world, got none"),
         ("replay --world 4", "required a GPU, whose copy engines"),
         ("replay --world 1", "--world: required at least 2 ranks, got 1"),

@@ -665,14 +665,14 @@ LONGEST = 1 << 20
 
 
 def _breaks_copies(how: str, machine: str = "") -> None:
-    """Copies to peers of more than ``LONGEST`` bytes, or those of one kind, go wrong."""
+    """Copies to peers of more than ``LONGEST`` bytes go wrong."""
     from ficco.dma import hip_api
 
     os.environ["FICCO_MACHINE"] = machine
-    right, without_units = hip_api.copy, hip_api.calls.hipMemcpyAsync
+    right = hip_api.copy
 
     def copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
-        if nbytes <= LONGEST or how == "nocu":
+        if nbytes <= LONGEST:
             right(dst, src, nbytes, stream)
         elif how == "crash":
             os._exit(7)
@@ -682,13 +682,7 @@ def _breaks_copies(how: str, machine: str = "") -> None:
         else:
             right(dst, src, nbytes - 4, stream)
 
-    def nothing(dst: int, src: int, nbytes: int, kind: Any, stream: Any) -> None:
-        if kind != hip_api.WITHOUT_UNITS:
-            without_units(dst, src, nbytes, kind, stream)
-
     hip_api.copy = copy
-    if how == "nocu":
-        hip_api.calls.hipMemcpyAsync = nothing
 
 
 def reported(
@@ -739,16 +733,6 @@ def test_copies_of_more_than_a_limit(
     only = ["device", "copies of every", "sharing of plain"]
     breaks = partial(_breaks_copies, how)
     limited(*reported(monkeypatch, only, breaks, limit_s=limit_s), said)
-
-
-def test_copies_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one kind, from the first size on: no limit helps."""
-    only = ["copies of every", "FICCO_HIP=copy=nocu", "FICCO_HIP=copy=dtod, "]
-    found, report = reported(monkeypatch, only, partial(_breaks_copies, "nocu"))
-    assert failed(found) == {"FICCO_HIP=copy=nocu", "FICCO_HIP=copy=nocu, every size"}
-    seen = found["FICCO_HIP=copy=nocu, every size"].seen
-    assert "1 of 1 words of rank" in seen and "up to 0 bytes" in seen
-    assert selftest.run.machine(report) is None
 
 
 @pytest.mark.parametrize(
