@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -179,14 +180,12 @@ def chosen(seed: int, count: int, root: Path = ROOT) -> list[Mutant]:
         facts = seed, mutant.path, mutant.where, mutant.kind, mutant.old
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    queues: dict[str, list[Mutant]] = {}
-    for mutant in sorted(every, key=order, reverse=True):
-        queues.setdefault(mutant.kind, []).append(mutant)
+    places: Counter[str] = Counter()
+    turns = []
+    for mutant in sorted(every, key=order):
+        turns.append((places[mutant.kind], mutant.kind, mutant))
+        places[mutant.kind] += 1
     picked: dict[tuple[str, int], Mutant] = {}
-    while len(picked) < min(count, len({(one.path, one.line) for one in every})):
-        for kind in sorted(queues):
-            while queues[kind] and len(picked) < count:
-                one = queues[kind].pop()
-                if picked.setdefault((one.path, one.line), one) is one:
-                    break
-    return list(picked.values())
+    for _, _, mutant in sorted(turns):
+        picked.setdefault((mutant.path, mutant.line), mutant)
+    return list(picked.values())[:count]

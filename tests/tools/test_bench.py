@@ -437,18 +437,16 @@ def test_exact_calls_are_shuffled_alike_on_all_ranks_and_each_has_its_inputs() -
     assert later.figure == 0.5
 
 
-class _OneRank:
-    """Stands for the ranks that verify together, of which there is one."""
-
-    device, on_gpu, world = torch.device("cpu"), False, 1
-
-    def together(self, action: Any, fatal: tuple[type[Exception], ...] = ()) -> tuple[Any, str]:
-        return action(), ""
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    proof = staticmethod(lambda call, operands: call)
+#: Stands for the ranks that verify and decide together, of which there is one.
+ONE_RANK: Any = SimpleNamespace(
+    device=torch.device("cpu"),
+    on_gpu=False,
+    world=1,
+    together=lambda action, **_: (action(), ""),
+    gather=lambda value: [value],
+    proof=lambda call, operands: call,
+    decide=lambda value: value,
+)
 
 
 @pytest.mark.parametrize(("stale_after", "status"), [(99, "skipped"), (1, "wrong"), (0, "wrong")])
@@ -467,7 +465,7 @@ def test_replays_are_proven_on_inputs_of_their_own(
     monkeypatch.setattr("ficco.tools.bench.products.capture", lambda runner, pool: (replay, result))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     checked = Checked("growing", Runner(operands.reference))
-    verifier = Verifier(_OneRank())  # type: ignore[arg-type]
+    verifier = Verifier(ONE_RANK)
     verifier.graph(checked, operands, None)
     assert len(replays) == 2 and not torch.equal(*replays)
     assert checked.graph_status == status
@@ -496,14 +494,9 @@ class _Clock:
         return 1e-4
 
 
-class _Alone:
-    def decide(self, value: int) -> int:
-        return value
-
-
 def _timed(clock: _Clock) -> list[Item]:
     items = [Item("queued", name, Runner(lambda: torch.empty(0))) for name in clock.taken]
-    assert rounds(items, clock, _Alone(), most=4, seconds=math.inf) == 4  # type: ignore[arg-type]
+    assert rounds(items, clock, ONE_RANK, most=4, seconds=math.inf) == 4  # type: ignore[arg-type]
     return items
 
 
@@ -818,6 +811,6 @@ def test_rounds_end_before_the_seconds_do(
     clock.warm_calls = 1
     monkeypatch.setattr(measure.time, "monotonic", lambda: sum(clock.calls.values()))
     items = [Item("queued", name, Runner(lambda: torch.empty(0))) for name in "ab"]
-    assert rounds(items, clock, _Alone(), most, seconds) == done  # type: ignore[arg-type]
+    assert rounds(items, clock, ONE_RANK, most, seconds) == done  # type: ignore[arg-type]
     assert clock.calls == {"a": 1 + done, "b": 1 + done}  # the first call warms up
     assert all(item.times_s == [1.0] * done for item in items)

@@ -150,6 +150,13 @@ def site_of(watch: Any, asked: effort.Effort = effort.CPU, kind: Any = Site) -> 
     return kind(watch, asked, None, lambda source, note: Provenance(source, note=note))
 
 
+def test_all_steps_are_measured_within_minutes() -> None:
+    assert (*tuning.MEASURES, "shapes") == effort.STEPS
+    for device, quick, most in (("cuda", False, 216), ("cpu", False, 52), ("cpu", True, 5.5)):
+        seconds = effort.EFFORTS[device, quick].seconds
+        assert sum(seconds.values()) - seconds[tuning.NETWORK] < most  # which is of its own run
+
+
 class MadeUp(Site):
     """Where products take as long as a model says, in rows as long as a limit allows, once they
     have been repeated for a while."""
@@ -760,24 +767,3 @@ def test_a_log_that_cannot_be_written_does_no_harm(tmp_path: Path, name: str) ->
     with pytest.warns(UserWarning, match="problems are not logged"):
         problem_log.note(f"{tmp_path}/{name}", problem, 0)
     problem_log.note(f"{tmp_path}/{name}", problem, 0)  # warned of once
-
-
-def test_wrong_arguments_are_refused_before_ranks_start(tmp_path: Path, capsys: Any) -> None:
-    log = tmp_path / "log"
-    log.write_text("")
-    base = ("tune", "--ranks", 2, "--device", "cpu", "--out", tmp_path / "m.yaml")
-    for options, said in (
-        (("--only", "shapes"), "required --shapes or --from-log with them"),
-        (("--from-log", tmp_path / "none"), "none"),
-        (("--from-log", log), "required a problem of 2 ranks"),
-        (("--only", "tea"), "tea"),
-        (("--ranks", 1), "--ranks: required at least 2"),
-        (("--tolerance", 0.1), "--tolerance: required with --check"),
-        (("--check", "--tolerance", -1), "above 0, got -1.0"),
-        (("--check", "--only", "gemm"), "--check: required without --only"),
-        (("--check", "--fresh"), "--check: required without --fresh"),
-        (("--operator", "matmul"), "--operator"),
-    ):
-        assert cli(*base, *options) == 2
-        assert said in capsys.readouterr().err
-    assert not (tmp_path / "m.yaml").exists()
