@@ -11,7 +11,7 @@ from pathlib import Path
 
 import planted
 from planted import faults, mutants
-from planted.runs import PURE, ROOT, Edit, Outcome, applied, copied, rest, run, steady
+from planted.runs import PURE, ROOT, Edit, Outcome, applied, copied, rest, run
 
 HEADER = ("commit", "set", "name", "found by", "seconds")
 NOT_FOUND = "not found"
@@ -20,10 +20,9 @@ LIMIT_S = 1800
 
 
 def confirmed(tree: Path, names: Sequence[str], limit_s: float, marks: str) -> Outcome:
-    """The first test that fails. One of ranks has to fail twice: a busy machine may be too slow
-    for it."""
+    """The first test that fails, and fails again: a busy machine may be too slow for it once."""
     outcome = run(tree, names, limit_s, marks)
-    if "::" not in outcome.found_by or steady(outcome.found_by):
+    if "::" not in outcome.found_by:
         return outcome
     again = run(tree, [outcome.found_by], limit_s, marks)
     if again.found_by:

@@ -27,8 +27,6 @@ PURE = (
     "contract.py::test_forward",
     "contract.py::test_gradient",
 )
-#: Those of them that run in one process and depend on no time.
-STEADY = PURE[:9]
 #: The first failing or broken test in the report of pytest.
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 #: Exit status of pytest if all tests pass, and if none are left to run.
@@ -77,11 +75,6 @@ def _files(root: Path) -> dict[str, str]:
 
 def _stem(file: str) -> str:
     return file.rpartition("/")[2].removesuffix(".py").removeprefix("test_")
-
-
-def steady(test: str) -> bool:
-    """Whether a test runs in one process and depends on no time."""
-    return _stem(test.partition("::")[0]) in STEADY
 
 
 def rest(done: Sequence[str]) -> list[str]:

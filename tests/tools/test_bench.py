@@ -24,7 +24,6 @@ import ficco
 from ficco.accelerator import gpu
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates, families, problem_of_sizes
-from ficco.heuristics.families import movements
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import SCALED
 from ficco.schedules import NAMED, Schedule
@@ -352,12 +351,11 @@ def test_what_moves_moves_as_many_bytes_alone() -> None:
     assert doctest.testmod(families) == (0, 1)
     for operator, kind in OPERATORS.items():
         problem = _problem(operator)
-        alone = movements(problem)
+        alone = families.movements(problem)
         width = problem.n if kind.scatters else problem.k
         assert {(one.flops, one.k) for one in alone} == {(0, width)}
         assert len(alone) == 1 + kind.returns and alone[0].block(3, 2) == problem.block(3, 2)
-        assert table.moved_bytes(problem) == 32 * width * 4
-        assert table.block_bytes(problem) == 8 * width * 4
+        assert (table.moved_bytes(problem), table.block_bytes(problem)) == (128 * width, 32 * width)
 
 
 def _together(at: ranks.Rank) -> tuple[list[int], list[Any]]:
