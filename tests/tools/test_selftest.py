@@ -96,11 +96,8 @@ def results(
 
 
 def failed(found: dict[str, CheckResult], verdict: str = "failed") -> set[str]:
+    """The checks of a verdict."""
     return {name for name, result in found.items() if result.verdict == verdict}
-
-
-def not_offered(found: dict[str, CheckResult]) -> set[str]:
-    return failed(found, "not offered")
 
 
 # All is well.
@@ -248,39 +245,32 @@ def _fails_while_timed() -> None:
         ficco.all_gather_matmul = call
 
 
-@pytest.mark.parametrize(
-    ("breaks", "settings", "check", "words"),
-    [
-        (partial(_by_kernel, _refuses), {}, "copies by kernel", "rank 1: BackendError: moduleLoad"),
-        (partial(_by_kernel, partial(os._exit, 7)), {}, "copies by kernel", "exit code 7"),
-        (
-            partial(_by_kernel, partial(time.sleep, 1000)),
-            {"limit_s": 3.0},
-            "copies by kernel",
-            "limit 3 s",
-        ),
-        # Its peers wait for it in vain; what is told is what befell it.
-        (
-            _fails_while_timed,
-            {"timeout_s": 1.0, "limit_s": 6.0},
-            "bandwidth of all pairs",
-            "rank 1: MemoryError: no room",
-        ),
-    ],
-    ids=["refuses", "dies", "stands still", "fails while its peers time"],
-)
-def test_a_rank_that_fails(
-    breaks: Callable[[], None],
-    settings: dict[str, Any],
-    check: str,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+#: What rank 1 does, settings, the check that fails, and what is said of it.
+FAILING: dict[str, tuple[Callable[[], None], dict[str, float], str, str]] = {
+    "refuses": (
+        *(partial(_by_kernel, _refuses), {}),
+        *("copies by kernel", "rank 1: BackendError: moduleLoad"),
+    ),
+    "dies": (partial(_by_kernel, partial(os._exit, 7)), {}, "copies by kernel", "exit code 7"),
+    "stands still": (
+        *(partial(_by_kernel, partial(time.sleep, 1000)), {"limit_s": 3.0}),
+        *("copies by kernel", "limit 3 s"),
+    ),
+    # Its peers wait for it in vain; what is told is what befell it.
+    "fails while its peers time": (
+        *(_fails_while_timed, {"timeout_s": 1.0, "limit_s": 6.0}),
+        *("bandwidth of all pairs", "rank 1: MemoryError: no room"),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", FAILING)
+def test_a_rank_that_fails(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its check fails, and no other one before or after."""
+    breaks, settings, check, said = FAILING[how]
     only = ["schedule serial:collective", "copies by kernel", "bandwidth of all"]
     found = results(monkeypatch, breaks, only, replace(FAST, **settings))
-    assert failed(found) == {check}
-    assert words in found[check].seen
+    assert failed(found) == {check} and said in found[check].seen
 
 
 def test_the_command_tells_of_ranks_that_do_not_start(
@@ -593,7 +583,7 @@ def test_what_a_card_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed(found) == {"sharing of plain memory", "sharing of uncached memory"}
     assert "0x0 by rank 1, not 0x5eed0001" in found["sharing of plain memory"].seen
     signal, waits = "sharing of signal memory", "attribute CanUseStreamWaitValue"
-    assert not_offered(found) == {signal, waits}
+    assert failed(found, "not offered") == {signal, waits}
     assert "hipIpcGetMemHandle" in found[signal].seen and "uncached" in found[signal].instead
     assert found[waits].seen == "0 on ranks [0, 1]" and "kernel" in found[waits].instead
 
@@ -604,7 +594,7 @@ def test_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"FAIL": "hipMemcpyPeerAsync:801:1:1000000", "2D": 0}
     found = on_the_double(monkeypatch, only, **settings)
     peer = {"FICCO_HIP=copy=peer", "FICCO_HIP=copy=peer, every size"}
-    assert not_offered(found) == {"2D copies", *peer} and not failed(found)
+    assert failed(found, "not offered") == {"2D copies", *peer} and not failed(found)
     for name in peer:
         assert "hipMemcpyPeerAsync" in found[name].seen and "another" in found[name].instead
     packed = found["2D copies"]
