@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
@@ -127,6 +128,11 @@ def plan_text(plan: Plan) -> str:
 def text(plans: Iterable[Plan]) -> str:
     """The text of the Plans of all ranks."""
     return "\n".join(map(plan_text, plans)) + "\n"
+
+
+def without_labels(content: str) -> str:
+    """The text without the labels of steps, which people read."""
+    return re.sub(r" label=('[^']*'|\"[^\"]*\")", "", content)
 
 
 def digest(content: str) -> str:

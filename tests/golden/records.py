@@ -143,7 +143,8 @@ def judge(wrong: list[str], checkout: str) -> int:
     with before(checkout) as folder:
         old = results(folder, wrong)
     new, cases = describe(wrong), asks.cases()
-    bad, changes = 0, [0.0]
+    labels = bad = timed = 0
+    changes = [0.0]
     for name in wrong:
         if name not in new:
             print(f"no longer asked: {name}")
@@ -157,15 +158,19 @@ def judge(wrong: list[str], checkout: str) -> int:
         if name not in old:
             print("  not asked before")
             continue
+        was, now = (canonical.without_labels(one[name]["text"]) for one in (old, new))
+        labels += was == now
         print("\n".join(f"  {line}" for line in first_difference(old[name], new[name])))
         pairs = zip(old[name]["seconds"], new[name]["seconds"], strict=True)
         mine = [b / a - 1 for a, b in pairs if a > 0 and b > 0]
+        timed += bool(mine)
         changes += mine
         if max(mine, default=0.0) > 1e-9:
             bad += 1
             print(f"  slower by {max(mine):.2%}")
     print(
-        f"{len(wrong)} differ; simulated times change by {min(changes):+.2%} to "
-        f"{max(changes):+.2%}; {bad} are slower or not proven"
+        f"{len(wrong)} differ, {labels} of them in labels only; {timed} have simulated times, "
+        f"which change by {min(changes):+.2%} to {max(changes):+.2%}; "
+        f"{bad} are slower or not proven"
     )
     return bad
