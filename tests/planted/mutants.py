@@ -70,18 +70,6 @@ class Mutant(NamedTuple):
         return b"".join(lines).decode()
 
 
-def _swap_first(node: ast.Call) -> None:
-    node.args[:2] = node.args[1::-1]
-
-
-def _drop_value(node: ast.Return) -> None:
-    node.value = ast.Constant(None)
-
-
-def _negate(test: ast.expr) -> ast.expr:
-    return ast.UnaryOp(ast.Not(), test)
-
-
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, Callable[[Any], object]]]:
     """Kinds of mutants of a node: the part that changes, and what changes a copy of it."""
     match node:
@@ -93,18 +81,18 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, Callable[[Any], objec
             yield "and-or", node, lambda new: setattr(new, "op", SWAPPED[type(op)]())
         case ast.Constant(value=value) if type(value) is int:
             yield "constant", node, lambda new: setattr(new, "value", value + 1)
-        case ast.Return(value=ast.expr() as returned) if not _is_none(returned):
-            yield "return value", node, _drop_value
+        case ast.Return(value=ast.expr() as returned) if getattr(returned, "value", 0) is not None:
+            yield "return value", node, lambda new: setattr(new, "value", ast.Constant(None))
         case ast.Call(func=ast.Name(id="min" | "max" as name), args=[_, *_]):
             other = "max" if name == "min" else "min"
             yield "min-max", node, lambda new: setattr(new.func, "id", other)
         case ast.Call(args=[first, second, *_]) if _name_of(node) not in SYMMETRIC:
             starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
             if not starred and ast.dump(first) != ast.dump(second):
-                yield "argument order", node, _swap_first
+                yield "argument order", node, lambda new: new.args.insert(0, new.args.pop(1))
     match node:
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
-            yield "condition", test, _negate
+            yield "condition", test, lambda new: ast.UnaryOp(ast.Not(), new)
 
 
 def _holds_text(node: ast.BinOp) -> bool:
@@ -113,10 +101,6 @@ def _holds_text(node: ast.BinOp) -> bool:
     return any(
         isinstance(side, text) or isinstance(getattr(side, "value", None), str) for side in sides
     )
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _name_of(call: ast.Call) -> str:
