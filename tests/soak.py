@@ -121,15 +121,8 @@ OF: dict[str, Subject] = {**SUBJECTS, "arriving": Arriving()}
 
 @dataclass(frozen=True)
 class SoakCase:
-    """One kind of call.
-
-    Attributes:
-        name: of its subject.
-        group: number of the group.
-        symmetric: the left operand lies in symmetric memory.
-        capped: symmetric memory is capped, so that calls take one slot.
-        keeps: the gathered operand is kept for the gradients.
-    """
+    """One kind of call of a subject, in a group by its number. The left operand may be in symmetric
+    memory, which may be capped to one slot; the gathered operand may be kept for gradients."""
 
     name: str
     case: Case
@@ -207,13 +200,8 @@ def variant(soaked: SoakCase, at: Rank, iteration: int) -> Variant:
 
 @dataclass(eq=False)
 class Kind:
-    """A case on a rank.
-
-    Attributes:
-        variants: none on a rank that is not in the group.
-        symmetric: memory of the left operand.
-        graph: holds a call of ``operands``, which gives ``results``.
-    """
+    """A case on a rank, without variants if the rank is not in the group. ``symmetric``: memory of
+    the left operand; a ``graph`` holds a call of ``operands``, which gives ``results``."""
 
     case: SoakCase
     group: Any

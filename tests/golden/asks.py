@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from ficco.machine import Machine, find
@@ -170,10 +171,7 @@ def of_products() -> Iterator[Case]:
                 by_library = schedule.mover == "collective" and problem.transposed
                 if refusal(problem, schedule) or by_library:
                     continue
-
-                def make(p: Problem = problem, s: Schedule = schedule, how: Any = how) -> Any:
-                    return plans(p, s, **how)
-
+                make = partial(plans, problem, schedule, **how)
                 yield Case(named(operator, arguments | how), name, make)
 
 
@@ -211,10 +209,7 @@ def of_attention() -> Iterator[Case]:
                 if attention_refusal(problem, schedule):
                     continue
                 for cap in (None, 2500) if name in CAPPED else (None,):
-
-                    def make(p: Any = problem, s: Schedule = schedule, cap: Any = cap) -> Any:
-                        return attention_plans(p, s, staging_bytes=cap)
-
+                    make = partial(attention_plans, problem, schedule, staging_bytes=cap)
                     yield Case(f"{first} {named(sizes, {'staging_bytes': cap})}", name, make)
 
 
@@ -232,12 +227,8 @@ def of_heads() -> Iterator[Case]:
         for back, saves in ways:
             problem = HeadsProblem(forward, back, saves)
             for name in HEADS:
-
-                def make(p: Any = problem, name: str = name) -> Any:
-                    return heads_plans(p, Schedule.parse(name))
-
                 ask = named(f"ulysses_attention {sizes}", {"backward": back, "saves": saves})
-                yield Case(ask, name, make)
+                yield Case(ask, name, partial(heads_plans, problem, Schedule.parse(name)))
 
 
 def of_experts() -> Iterator[Case]:
@@ -256,24 +247,19 @@ def of_experts() -> Iterator[Case]:
     ]
     for operator, world, experts, more in asks:
         problem = ExpertLayer(operator, world, experts, 5, 16, n=8, dtype="bfloat16", **more)
+        ask = named(operator, {"ranks": world, "experts": experts, **more})
         for name in EXPERTS:
-
-            def make(p: ExpertLayer = problem, name: str = name) -> Any:
-                return expert_plans(p, Schedule.parse(name))
-
-            yield Case(named(operator, {"ranks": world, "experts": experts, **more}), name, make)
+            yield Case(ask, name, partial(expert_plans, problem, Schedule.parse(name)))
 
 
 def of_arriving() -> Iterator[Case]:
     for rows in ((16,) * 4, (9, 0, 17), (16,)):
         for symmetric in (False, True):
             problem = Gathering(rows, 32, "bfloat16", symmetric)
+            ask = named("arriving", {"rows": rows, "symmetric": symmetric})
             for name in ARRIVING:
-
-                def make(p: Gathering = problem, name: str = name) -> Any:
-                    return gathering(p, Schedule.parse(name), range(p.world))
-
-                yield Case(named("arriving", {"rows": rows, "symmetric": symmetric}), name, make)
+                make = partial(gathering, problem, Schedule.parse(name), range(problem.world))
+                yield Case(ask, name, make)
 
 
 def cases() -> dict[str, Case]:

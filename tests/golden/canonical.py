@@ -39,25 +39,22 @@ class Field(NamedTuple):
     default: Any
 
 
-class Missing:
-    """Default of a field that has none."""
-
-
 @cache
 def fields_of(kind: type) -> tuple[Field, ...]:
     """The fields of a named tuple or a dataclass, sorted by their names in the text."""
     if dataclasses.is_dataclass(kind):
-        defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-        defaults = {
-            name: Missing if default is dataclasses.MISSING else default
-            for name, default in defaults.items()
-        }
+        defaults: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(kind)}
     else:
         known: dict[str, Any] = getattr(kind, "_field_defaults", {})
-        defaults = {name: known.get(name, Missing) for name in getattr(kind, "_fields", ())}
-    names = {name: FIELDS.get((kind.__name__, name), name) for name in defaults}
-    fields = [Field(names[name], name, defaults[name]) for name in names]
-    return tuple(sorted(one for one in fields if (kind.__name__, one.attribute) not in OF_STEPS))
+        names = getattr(kind, "_fields", ())
+        defaults = {name: known.get(name, dataclasses.MISSING) for name in names}
+    return tuple(
+        sorted(
+            Field(FIELDS.get((kind.__name__, name), name), name, default)
+            for name, default in defaults.items()
+            if (kind.__name__, name) not in OF_STEPS
+        )
+    )
 
 
 def text_of(value: Any) -> str:

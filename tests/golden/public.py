@@ -34,35 +34,13 @@ NO_BASES = {"object", "ABC", "Generic", "Protocol"}
 
 RECORD = Path(__file__).with_name("public.txt")
 
-EMPTY = inspect.Parameter.empty
-
-
-def default_text(value: Any) -> str:
-    """The text of a default; of an object without a short one, its type."""
-    text = repr(value)
-    return f"<{type(value).__name__}>" if " at 0x" in text or "\n" in text else text
-
 
 def signature_text(value: Any) -> str:
     """The parameters of a callable, without annotations."""
     signature = inspect.signature(value)
-    bare = []
-    for one in signature.parameters.values():
-        if one.name[0] == "_":
-            continue
-        default = EMPTY if one.default is EMPTY else Literal(default_text(one.default))
-        bare.append(one.replace(annotation=EMPTY, default=default))
+    public = (one for one in signature.parameters.values() if one.name[0] != "_")
+    bare = [one.replace(annotation=inspect.Parameter.empty) for one in public]
     return str(inspect.Signature(bare))
-
-
-class Literal:
-    """A default whose ``repr`` is a text."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __repr__(self) -> str:
-        return self.text
 
 
 def own(value: Any) -> bool:

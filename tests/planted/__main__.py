@@ -11,7 +11,7 @@ from pathlib import Path
 
 import planted
 from planted import faults, mutants
-from planted.runs import PURE, ROOT, Edit, Outcome, applied, copied, rest, run, steady
+from planted.runs import PURE, ROOT, Edit, Outcome, applied, copied, rest, run
 
 HEADER = ("commit", "set", "name", "found by", "seconds")
 NOT_FOUND = "not found"
@@ -20,10 +20,9 @@ LIMIT_S = 1800
 
 
 def confirmed(tree: Path, names: Sequence[str], limit_s: float, marks: str) -> Outcome:
-    """The first test that fails. One of ranks has to fail twice: a busy machine may be too slow
-    for it."""
+    """The first test that fails, and fails again: a busy machine may be too slow for it once."""
     outcome = run(tree, names, limit_s, marks)
-    if "::" not in outcome.found_by or steady(outcome.found_by):
+    if "::" not in outcome.found_by:
         return outcome
     again = run(tree, [outcome.found_by], limit_s, marks)
     if again.found_by:
@@ -44,10 +43,10 @@ def find(tree: Path, edit: Edit, stages: Sequence[Sequence[str]], marks: str) ->
     return Outcome(outcome.found_by, seconds)
 
 
-def stages_of(fault: faults.Fault) -> list[list[str]]:
+def stages_of(likely: Sequence[str]) -> list[Sequence[str]]:
     """The likely tests, those of the pure half, and all others."""
-    pure = [name for name in PURE if name not in fault.tests]
-    return [list(fault.tests), pure, rest((*fault.tests, *pure))]
+    pure = [name for name in PURE if name not in likely]
+    return [likely, pure, rest((*likely, *pure))]
 
 
 def main() -> int:
@@ -71,21 +70,18 @@ def main() -> int:
     with copied() as tree:
         if fails := run(tree, PURE[:1], LIMIT_S, mutants.MARKS).found_by:
             raise SystemExit(f"without any fault {fails} must pass; nothing was planted")
-        planned: list[tuple[Edit, Sequence[Sequence[str]]]]
+        planned: list[tuple[Edit, Sequence[str]]]
         if given.set == "faults":
             every = [one for one in faults.FAULTS if one.name in (given.names or one.name)]
-            most = 1 if given.likely else None
-            planned = [(one, stages_of(one)[:most]) for one in every if one.name not in rows]
-            marks = faults.MARKS
-        else:
+            planned, marks, most = [(one, one.tests) for one in every], faults.MARKS, 3
+        else:  # of the pure half
             chosen = mutants.chosen(given.seed, given.count)
-            left = [one for one in chosen if one.name not in rows]
-            reached: list[Sequence[str]] = [mutants.ROOMS[one.room] for one in left]
-            if not given.likely and left:
-                reached = mutants.tests_of(tree, left, LIMIT_S)
-            planned = [(one, [tests]) for one, tests in zip(left, reached, strict=True)]
-            marks = mutants.MARKS
-        for edit, stages in planned:
+            planned = [(one, mutants.ROOMS[one.room]) for one in chosen]
+            marks, most = mutants.MARKS, 2
+        for edit, likely in planned:
+            if edit.name in rows:
+                continue
+            stages = stages_of(likely)[: 1 if given.likely else most]
             outcome = find(tree, edit, stages, marks)
             if given.likely and not outcome.found_by:
                 continue

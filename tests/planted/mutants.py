@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from planted import probes
-from planted.runs import PURE, RANKED, ROOT, files, run, write
+from planted.runs import ROOT
 
 #: The pure rooms, with the tests that are most likely to find a mutant of each.
 ROOMS: dict[str, tuple[str, ...]] = {
@@ -30,24 +29,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
 #: As in ``make quick``.
 MARKS = "not slow and not gpu and not multigpu"
 
-SWAPPED: dict[type[Any], type[Any]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.FloorDiv: ast.Mult,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+PAIRS: tuple[tuple[type[Any], type[Any]], ...] = (
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn)),
+    *((ast.Is, ast.IsNot), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.And, ast.Or)),
+)
+SWAPPED = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 #: Functions of which the order of two arguments does not matter, or that only check.
 SYMMETRIC = ("min", "max", "isinstance", "InvalidArgument", "warn_once", "print", "getattr")
 #: Code without a mutant: texts of errors and of objects, and what only checks types.
@@ -77,67 +63,11 @@ class Mutant(NamedTuple):
         return self.path.split("/")[1]
 
     def applied(self, text: str) -> str:
-        return self.with_part(text, self.new)
-
-    def probed(self, text: str, number: int) -> str:
-        """The text with a probe that tells which tests compute what the mutant changes."""
-        keyword = "return " if self.kind == "return value" else ""
-        probe = f'__import__("probes").hit({number}, ({self.old.removeprefix(keyword)}))'
-        return self.with_part(text, keyword + probe)
-
-    def with_part(self, text: str, part: str) -> str:
-        """The text with something else in the mutant's place."""
+        """The text with the mutant."""
         lines = text.encode().splitlines(keepends=True)
         line = lines[self.line - 1]
-        lines[self.line - 1] = line[: self.start] + part.encode() + line[self.stop :]
+        lines[self.line - 1] = line[: self.start] + self.new.encode() + line[self.stop :]
         return b"".join(lines).decode()
-
-
-def tests_of(tree: Path, mutants: Sequence[Mutant], limit_s: float) -> list[Sequence[str]]:
-    """The tests of the pure half that reach the code of each mutant, those of its room first."""
-    texts: dict[str, str] = {}
-    before: dict[str, str] = {}
-    for number, one in enumerate(mutants):
-        before.setdefault(one.path, (tree / one.path).read_text())
-        texts[one.path] = one.probed(texts.get(one.path, before[one.path]), number)
-    record = tree / "reached"
-    record.touch()
-    shutil.copy(Path(probes.__file__), tree / "probes.py")
-    for path, text in texts.items():
-        (tree / path).write_text(text)
-    try:
-        run(tree, PURE, limit_s, MARKS, ("-p", "probes"), {probes.RECORD: str(record)})
-    finally:
-        for path, text in before.items():
-            write(tree, path, text)
-    reached: list[dict[str, None]] = [{} for _ in mutants]
-    for line in record.read_text().splitlines():
-        which, test = line.split("\t", 1)
-        reached[int(which)][test] = None
-    return [_in_order(one, list(tests)) for one, tests in zip(mutants, reached, strict=True)]
-
-
-def _in_order(mutant: Mutant, reached: list[str]) -> list[str]:
-    first = ROOMS[mutant.room]
-    order = [*first, *(name for name in PURE if name not in first)]
-    if probes.IMPORTS in reached:
-        return order
-    own = [test for test in reached if test.startswith("tests/")]
-    place = {file: i for i, file in reversed(list(enumerate(files(order))))}
-    own.sort(key=lambda test: place.get(test.partition("::")[0], len(place)))
-    return own + [name for name in RANKED if probes.RANKS in reached]
-
-
-def _swap_first(node: ast.Call) -> None:
-    node.args[:2] = node.args[1::-1]
-
-
-def _drop_value(node: ast.Return) -> None:
-    node.value = ast.Constant(None)
-
-
-def _negate(test: ast.expr) -> ast.expr:
-    return ast.UnaryOp(ast.Not(), test)
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, Callable[[Any], object]]]:
@@ -151,18 +81,18 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, Callable[[Any], objec
             yield "and-or", node, lambda new: setattr(new, "op", SWAPPED[type(op)]())
         case ast.Constant(value=value) if type(value) is int:
             yield "constant", node, lambda new: setattr(new, "value", value + 1)
-        case ast.Return(value=ast.expr() as returned) if not _is_none(returned):
-            yield "return value", node, _drop_value
+        case ast.Return(value=ast.expr() as returned) if getattr(returned, "value", 0) is not None:
+            yield "return value", node, lambda new: setattr(new, "value", ast.Constant(None))
         case ast.Call(func=ast.Name(id="min" | "max" as name), args=[_, *_]):
             other = "max" if name == "min" else "min"
             yield "min-max", node, lambda new: setattr(new.func, "id", other)
         case ast.Call(args=[first, second, *_]) if _name_of(node) not in SYMMETRIC:
             starred = isinstance(first, ast.Starred) or isinstance(second, ast.Starred)
             if not starred and ast.dump(first) != ast.dump(second):
-                yield "argument order", node, _swap_first
+                yield "argument order", node, lambda new: new.args.insert(0, new.args.pop(1))
     match node:
         case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
-            yield "condition", test, _negate
+            yield "condition", test, lambda new: ast.UnaryOp(ast.Not(), new)
 
 
 def _holds_text(node: ast.BinOp) -> bool:
@@ -171,10 +101,6 @@ def _holds_text(node: ast.BinOp) -> bool:
     return any(
         isinstance(side, text) or isinstance(getattr(side, "value", None), str) for side in sides
     )
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _name_of(call: ast.Call) -> str:
@@ -238,14 +164,12 @@ def chosen(seed: int, count: int, root: Path = ROOT) -> list[Mutant]:
         facts = seed, mutant.path, mutant.where, mutant.kind, mutant.old
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
-    queues: dict[str, list[Mutant]] = {}
-    for mutant in sorted(every, key=order, reverse=True):
-        queues.setdefault(mutant.kind, []).append(mutant)
+    places: Counter[str] = Counter()
+    turns = []
+    for mutant in sorted(every, key=order):
+        turns.append((places[mutant.kind], mutant.kind, mutant))
+        places[mutant.kind] += 1
     picked: dict[tuple[str, int], Mutant] = {}
-    while len(picked) < min(count, len({(one.path, one.line) for one in every})):
-        for kind in sorted(queues):
-            while queues[kind] and len(picked) < count:
-                one = queues[kind].pop()
-                if picked.setdefault((one.path, one.line), one) is one:
-                    break
-    return list(picked.values())
+    for _, _, mutant in sorted(turns):
+        picked.setdefault((mutant.path, mutant.line), mutant)
+    return list(picked.values())[:count]

@@ -10,22 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Protocol
-
-import numpy  # noqa: F401
-import pytest
-
-# As in conftest.py, and before torch reads it. A process that has imported torch forks for each
-# run of tests, since the import takes longer than many of these runs.
-os.environ["OMP_NUM_THREADS"] = "1"
-import torch  # noqa: E402, F401
+from typing import Any, NamedTuple, Protocol
 
 ROOT = Path(__file__).parents[2]
-TESTS = Path(__file__).parents[1]
 
 #: Tests of the pure half and of every operator on two ranks, the quickest first. They are those of
 #: ``make quick`` without the rules of the house and the pages, with those of machine files.
@@ -37,10 +27,6 @@ PURE = (
     "contract.py::test_forward",
     "contract.py::test_gradient",
 )
-#: Those of them that run in one process and depend on no time.
-STEADY = PURE[:9]
-#: Those that start ranks, whose processes do not tell which test they serve.
-RANKED = PURE[13:]
 #: The first failing or broken test in the report of pytest.
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 #: Exit status of pytest if all tests pass, and if none are left to run.
@@ -51,12 +37,10 @@ class Edit(Protocol):
     """A change of one file."""
 
     @property
-    def name(self) -> str:
-        """What results call it."""
+    def name(self) -> str: ...
 
     @property
-    def path(self) -> str:
-        """The file, in the tree."""
+    def path(self) -> str: ...
 
     def applied(self, text: str) -> str:
         """The text of the file with the change."""
@@ -91,11 +75,6 @@ def _files(root: Path) -> dict[str, str]:
 
 def _stem(file: str) -> str:
     return file.rpartition("/")[2].removesuffix(".py").removeprefix("test_")
-
-
-def steady(test: str) -> bool:
-    """Whether a test runs in one process and depends on no time."""
-    return _stem(test.partition("::")[0]) in STEADY
 
 
 def rest(done: Sequence[str]) -> list[str]:
@@ -139,61 +118,28 @@ def applied(tree: Path, edit: Edit) -> Iterator[None]:
         write(tree, edit.path, text)
 
 
-def run(
-    tree: Path,
-    names: Sequence[str],
-    limit_s: float,
-    marks: str,
-    options: Sequence[str] = ("-x",),
-    variables: Mapping[str, str] | None = None,
-) -> Outcome:
+def run(tree: Path, names: Sequence[str], limit_s: float, marks: str) -> Outcome:
     """Run tests of a copy in the given order until one fails or the time is over."""
     if not (chosen := files(names, tree)):
         return Outcome("", 0.0)
-    arguments = [*options, "-q", "--tb=no", "-rfE", "-m", marks]
-    arguments += ["-p", "no:cacheprovider", "--hypothesis-seed=0", *chosen]
-    begin = time.monotonic()
-    with tempfile.NamedTemporaryFile("r") as report:
-        if not (process := os.fork()):
-            _be_pytest(tree, arguments, {**(variables or {}), "PYTHONPATH": str(tree)}, report.name)
-        found_by, ended, status = "time-out", 0, 0
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-m", marks]
+    command += ["-p", "no:cacheprovider", "--hypothesis-seed=0", *chosen]
+    env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    begin, code = time.monotonic(), None
+    with tempfile.TemporaryFile("w+") as report:
+        how: dict[str, Any] = {"cwd": tree, "env": env, "start_new_session": True}
+        process = subprocess.Popen(command, stdout=report, stderr=subprocess.STDOUT, **how)
         try:
-            while not ended and time.monotonic() - begin < limit_s:
-                time.sleep(0.1)
-                ended, status = os.waitpid(process, os.WNOHANG)
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit_s)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)  # also the ranks that the tests started
-            if not ended:
-                os.waitpid(process, 0)
+                os.killpg(process.pid, signal.SIGKILL)  # also the ranks that the tests started
+            process.wait()
+        report.seek(0)
         text = report.read()
-    if ended:
-        failed, code = FAILED.search(text), os.waitstatus_to_exitcode(status)
-        found_by = "" if code in PASSES else failed[1] if failed else f"exit status {code}"
-        if "\nERROR: not found" in text or "unrecognized arguments" in text:
-            raise RuntimeError(text)  # of the command, not of the tests
-    return Outcome(found_by, time.monotonic() - begin)
-
-
-def _be_pytest(
-    tree: Path, arguments: list[str], variables: Mapping[str, str], report: str
-) -> NoReturn:
-    """Go on as pytest in a copy of the tree, of which this process has imported nothing yet."""
-    try:
-        os.setsid()
-        output = os.open(report, os.O_WRONLY)
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        os.chdir(tree)
-        os.environ.update(variables)
-        outside = [path for path in sys.path if path and not Path(path).is_relative_to(TESTS)]
-        sys.path[:] = [str(tree), *outside]
-        for name in [name for name in sys.modules if name.partition(".")[0] == "planted"]:
-            del sys.modules[name]
-        code = pytest.main(arguments)
-        sys.stdout.flush()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        code = 3
-    os._exit(code)
+    if "\nERROR: not found" in text or "unrecognized arguments" in text:
+        raise RuntimeError(text)  # of the command, not of the tests
+    failed = FAILED.search(text)
+    found_by = "" if code in PASSES else failed[1] if failed else f"exit status {code}"
+    return Outcome("time-out" if code is None else found_by, time.monotonic() - begin)

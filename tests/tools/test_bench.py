@@ -24,7 +24,6 @@ import ficco
 from ficco.accelerator import gpu
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates, families, problem_of_sizes
-from ficco.heuristics.families import movements
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import SCALED
 from ficco.schedules import NAMED, Schedule
@@ -45,13 +44,9 @@ from ficco.tools.cli import measure as command
 # Figures.
 
 
-def _times(**by_name: list[float]) -> pd.DataFrame:
-    return pd.DataFrame(by_name)
-
-
 def test_ratios_are_taken_round_by_round() -> None:
     # The device is three times slower in the second round; the ratio is 2 in two of three.
-    times = _times(slow=[2.0, 6.0, 2.2], fast=[1.0, 3.0, 2.2])
+    times = pd.DataFrame({"slow": [2.0, 6.0, 2.2], "fast": [1.0, 3.0, 2.2]})
     assert report.over(times["slow"], times).to_dict() == pytest.approx({"slow": 1, "fast": 2})
     assert report.over(None, times).isna().all()
     seconds = {
@@ -76,7 +71,7 @@ def test_figures_of_what_is_missing_and_of_the_slowest() -> None:
     assert slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]).tolist() == [2.0, 5.0]
     assert report.geomean([0.5, 2.0, math.nan]) == pytest.approx(1.0)
     assert math.isnan(report.geomean([])) and math.isnan(report.geomean([math.nan]))
-    both = _times(gemm=[3.0, 3.0], collective=[2.0, 5.0], copies=[4.0, 4.0])
+    both = pd.DataFrame({"gemm": [3.0, 3.0], "collective": [2.0, 5.0], "copies": [4.0, 4.0]})
     assert list(report.ideal(both)) == [3.0, 4.0]
     assert list(report.ideal(both.drop(columns="collective"))) == [4.0, 4.0]
     assert report.ideal(both[["gemm"]]) is None and report.ideal(both.drop(columns="gemm")) is None
@@ -356,12 +351,11 @@ def test_what_moves_moves_as_many_bytes_alone() -> None:
     assert doctest.testmod(families) == (0, 1)
     for operator, kind in OPERATORS.items():
         problem = _problem(operator)
-        alone = movements(problem)
+        alone = families.movements(problem)
         width = problem.n if kind.scatters else problem.k
         assert {(one.flops, one.k) for one in alone} == {(0, width)}
         assert len(alone) == 1 + kind.returns and alone[0].block(3, 2) == problem.block(3, 2)
-        assert table.moved_bytes(problem) == 32 * width * 4
-        assert table.block_bytes(problem) == 8 * width * 4
+        assert (table.moved_bytes(problem), table.block_bytes(problem)) == (128 * width, 32 * width)
 
 
 def _together(at: ranks.Rank) -> tuple[list[int], list[Any]]:
@@ -441,18 +435,16 @@ def test_exact_calls_are_shuffled_alike_on_all_ranks_and_each_has_its_inputs() -
     assert later.figure == 0.5
 
 
-class _OneRank:
-    """Stands for the ranks that verify together, of which there is one."""
-
-    device, on_gpu, world = torch.device("cpu"), False, 1
-
-    def together(self, action: Any, fatal: tuple[type[Exception], ...] = ()) -> tuple[Any, str]:
-        return action(), ""
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    proof = staticmethod(lambda call, operands: call)
+#: Stands for the ranks that verify and decide together, of which there is one.
+ONE_RANK: Any = SimpleNamespace(
+    device=torch.device("cpu"),
+    on_gpu=False,
+    world=1,
+    together=lambda action, **_: (action(), ""),
+    gather=lambda value: [value],
+    proof=lambda call, operands: call,
+    decide=lambda value: value,
+)
 
 
 @pytest.mark.parametrize(("stale_after", "status"), [(99, "skipped"), (1, "wrong"), (0, "wrong")])
@@ -471,7 +463,7 @@ def test_replays_are_proven_on_inputs_of_their_own(
     monkeypatch.setattr("ficco.tools.bench.products.capture", lambda runner, pool: (replay, result))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     checked = Checked("growing", Runner(operands.reference))
-    verifier = Verifier(_OneRank())  # type: ignore[arg-type]
+    verifier = Verifier(ONE_RANK)
     verifier.graph(checked, operands, None)
     assert len(replays) == 2 and not torch.equal(*replays)
     assert checked.graph_status == status
@@ -500,14 +492,9 @@ class _Clock:
         return 1e-4
 
 
-class _Alone:
-    def decide(self, value: int) -> int:
-        return value
-
-
 def _timed(clock: _Clock) -> list[Item]:
     items = [Item("queued", name, Runner(lambda: torch.empty(0))) for name in clock.taken]
-    assert rounds(items, clock, _Alone(), most=4, seconds=math.inf) == 4  # type: ignore[arg-type]
+    assert rounds(items, clock, ONE_RANK, most=4, seconds=math.inf) == 4  # type: ignore[arg-type]
     return items
 
 
@@ -822,6 +809,6 @@ def test_rounds_end_before_the_seconds_do(
     clock.warm_calls = 1
     monkeypatch.setattr(measure.time, "monotonic", lambda: sum(clock.calls.values()))
     items = [Item("queued", name, Runner(lambda: torch.empty(0))) for name in "ab"]
-    assert rounds(items, clock, _Alone(), most, seconds) == done  # type: ignore[arg-type]
+    assert rounds(items, clock, ONE_RANK, most, seconds) == done  # type: ignore[arg-type]
     assert clock.calls == {"a": 1 + done, "b": 1 + done}  # the first call warms up
     assert all(item.times_s == [1.0] * done for item in items)

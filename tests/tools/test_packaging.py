@@ -12,6 +12,7 @@ import tarfile
 import time
 import zipfile
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,9 @@ import hatch_build
 ROOT = Path(ficco.__file__).resolve().parents[1]
 
 
-def python(*args: str, **kwargs: Any) -> str:
+def python(*args: str, executable: Path | str = sys.executable, **how: Any) -> str:
     """Output of an interpreter that does not see the checkout, unless told to."""
-    done = subprocess.run(
-        [kwargs.pop("executable", sys.executable), *args],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        **kwargs,
-    )
+    done = subprocess.run([executable, *args], capture_output=True, text=True, timeout=200, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -66,8 +61,8 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return executable
 
 
-def test_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
-    (wheel,) = built.glob("*.whl")
+def test_wheel_and_sdist_hold_the_package_and_nothing_else(built: Path) -> None:
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (entry,) = (archive.read(n).decode() for n in names if n.endswith("entry_points.txt"))
@@ -89,6 +84,14 @@ def test_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     assert "Description-Content-Type: text/markdown" in metadata
     assert "Read on" in metadata and relative_links(metadata) == []
     assert "Project-URL" not in metadata
+    with tarfile.open(sdist) as archive_of_source:
+        sources = {name.split("/", 1)[-1] for name in archive_of_source.getnames()}
+    wanted = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "hatch_build.py"}
+    assert {*wanted, "configs/scenarios.csv"} <= sources
+    # The last two are what hatchling adds.
+    tops = {name.split("/")[0] for name in sources}
+    assert tops <= {*wanted, "configs", "ficco", "PKG-INFO", ".gitignore"}
+    assert sdist.stat().st_size < 2 << 20
 
 
 def relative_links(text: str) -> list[str]:
@@ -110,19 +113,6 @@ def test_a_description_links_only_to_the_address_of_the_project() -> None:
     assert len(relative_links(readme)) > 30
     for repository in ("", address):
         assert relative_links(hatch_build.description(readme, repository)) == []
-
-
-def test_sdist_holds_what_a_wheel_is_made_of_and_nothing_else(built: Path) -> None:
-    (sdist,) = built.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        names = {name.split("/", 1)[-1] for name in archive.getnames()}
-    wanted = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "configs/scenarios.csv"}
-    wanted.add("hatch_build.py")
-    assert wanted <= names
-    tops = {name.split("/")[0] for name in names}
-    # The last two are what hatchling adds.
-    assert tops <= {*(name.split("/")[0] for name in wanted), "ficco", "PKG-INFO", ".gitignore"}
-    assert sdist.stat().st_size < 2 << 20
 
 
 INSTALLED = """
@@ -147,25 +137,19 @@ print(json.dumps({
 """
 
 
-def test_wheel_installs_and_imports(installed: Path, tmp_path: Path) -> None:
+def test_wheel_installs_imports_and_runs(installed: Path, tmp_path: Path) -> None:
     # -I: neither the working directory nor PYTHONPATH leads back to the checkout.
     found = json.loads(python("-I", "-c", INSTALLED, executable=installed, cwd=tmp_path))
     assert Path(found["file"]).is_relative_to(installed.parents[1])
     assert found["configs"] == sorted(p.name for p in (ROOT / "configs").iterdir())
     assert Path(found["found"]).is_relative_to(installed.parents[1])
-    text = (ROOT / "pyproject.toml").read_text()
-    assert found["version"] == re.search(r'^version = "(.*)"', text, re.M)[1]  # type: ignore[index]
-    assert found["decision"]
+    assert found["version"] == ficco.__version__ and found["decision"]
     assert found["backend"] == ["<class 'ficco.passes.compiling.Backend'>"]
-
-
-def test_command_is_installed(installed: Path, tmp_path: Path) -> None:
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     by_name = python("--help", executable=installed.parent / "ficco", cwd=tmp_path, env=clean)
     by_module = python("-I", "-m", "ficco", "--help", executable=installed, cwd=tmp_path)
     for text in (by_name, by_module):
-        for command in ("demo", "bench", "plan", "doctor"):
-            assert command in text
+        assert all(command in text for command in ("demo", "bench", "plan", "doctor"))
 
 
 #: Runs each argument and prints what it changed of the state that a process shares. Devices must
@@ -273,45 +257,33 @@ runpy.run_module("ficco", run_name="__main__", alter_sys=True)
 def without_extra(tmp_path: Path) -> Callable[..., Ended]:
     """Runs a command, and the interpreters that it starts, without the packages of the extra."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_EXTRA)
-    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    env, numbers = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, count()
 
     def run(*words: str) -> Ended:
-        return Program(tmp_path, "command", COMMAND, words, env).end(time.monotonic() + 200)
+        program = Program(tmp_path, f"command{next(numbers)}", COMMAND, words, env)
+        return program.end(time.monotonic() + 200)
 
     return run
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_needs_no_extra_works_without_it(without_extra: Callable[..., Ended]) -> None:
+    for words, said in (
         (["explain", *SIZES, "--machine", "h200-4"], "predicted"),
         (["doctor", "--device", "cpu", "--ranks", "2"], "right on every rank"),
         (["plan", "growing", *SIZES], "checked for all 2 ranks"),
         (["plan", "growing", *SIZES, "--trace", os.devnull], "checked for all 2 ranks"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_what_needs_no_extra_works_without_it(
-    words: list[str], said: str, without_extra: Callable[..., Ended]
-) -> None:
-    done = without_extra(*words)
-    assert done.code == 0, done.err
-    assert said in done.out
-
-
-def test_the_selftest_needs_no_extra() -> None:
-    """Nor does anything that it imports: this interpreter is a new one."""
-    names = [
-        f"ficco.tools.selftest.{path.stem}"
-        for path in (ROOT / "ficco/tools/selftest").glob("[!_]*.py")
-    ]
+    ):
+        done = without_extra(*words)
+        assert done.code == 0 and said in done.out, done
+    # Nor does the self-test, or anything that it imports: this interpreter is a new one.
+    files = (ROOT / "ficco/tools/selftest").glob("[!_]*.py")
+    names = [f"ficco.tools.selftest.{path.stem}" for path in files]
     assert names
     python("-c", f"{WITHOUT_EXTRA}\nimport {', '.join(names)}", cwd=ROOT)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_what_needs_the_extra_says_how_to_install_it(without_extra: Callable[..., Ended]) -> None:
+    for words in (
         ["demo", "--device", "cpu"],
         ["bench", "--device", "cpu"],
         ["tune", "--device", "cpu", "--quick"],
@@ -320,19 +292,11 @@ def test_the_selftest_needs_no_extra() -> None:
         ["plan", "growing", *SIZES, "--draw", "x.png"],
         ["explain", *SIZES, "--machine", "h200-4", "--draw", "x.png"],
         ["explain", *SIZES, "--measure"],
-    ],
-    ids=lambda words: f"{words[0]} {words[-1]}",
-)
-def test_what_needs_the_extra_says_how_to_install_it(
-    words: list[str], without_extra: Callable[..., Ended]
-) -> None:
-    done = without_extra(*words)
-    assert (done.code, done.out) == (2, ""), done.err
-    (line,) = done.err.splitlines()
-    assert 'pip install "ficco[bench]"' in line
-
-
-RELEASE = ROOT / ".ci" / "release"
+    ):
+        done = without_extra(*words)
+        assert (done.code, done.out) == (2, ""), done.err
+        (line,) = done.err.splitlines()
+        assert 'pip install "ficco[bench]"' in line
 
 
 @pytest.mark.parametrize(
@@ -346,7 +310,7 @@ RELEASE = ROOT / ".ci" / "release"
 )
 def test_release_refuses(changes: str, end: str, tmp_path: Path) -> None:
     script = f"""
-    mkdir .ci && cp {RELEASE} .ci && echo 'version = "0.1.0"' > pyproject.toml
+    mkdir .ci && cp {ROOT}/.ci/release .ci && echo 'version = "0.1.0"' > pyproject.toml
     echo '## [0.1.0]' > CHANGELOG.md && git init -q . && git add . &&
     git -c user.name=a -c user.email=a@example.org commit -qm one && {{ {changes or "true"}; }}
     """

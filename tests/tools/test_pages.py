@@ -31,42 +31,11 @@ Line = dict[str, Any]
 # Files.
 
 
-def _figures() -> list[Line]:
-    found = []
-    for number, mode in enumerate(("queued", "idle")):
-        for case, scale in (Case("64x32x16", 64, 32, 16), 1.0), (Case("g1", 128, 32, 16), 2.0):
-            one: Line = {"operator": OPERATOR, "case": case.name, "dtype": "bfloat16", "world": 4}
-            one |= {"m": case.m, "n": case.n, "k": case.k, "mode": mode, "status": "ok"}
-            one |= {"rounds": 9, "ms": scale, "ms_low": scale, "ms_high": scale}
-            for name, ms in (("gemm", 1.0), ("collective", 0.5), ("copies", 0.4)):
-                found.append({**one, "candidate": name, "kind": name, "ms": ms * scale})
-            for name, kind, ms in (
-                ("ideal", "bound", 1.0),
-                ("serial-collective", "serial-collective", 1.5),
-                ("serial", "ficco", 1.4),
-                ("shard-overlap", "ficco", 1.2),
-                ("hetero-fused-1d:pieces=4", "ficco", 1.1 + 0.05 * number),
-                ("uniform-fused-2d", "ficco", 1.3),
-                ("ficco-rccl", "pieces", 1.6),
-                ("pytorch-fused", "pytorch", 1.25),
-            ):
-                row = {**one, "candidate": name, "kind": kind, "ms": ms * scale}
-                row |= {"speedup": 1.4 / ms, "share": 1 / ms, "vs_pytorch": 1.25 / ms}
-                found.append({**row, "efficiency": 0.5, "host_us": 40.0, "extra_bytes": 1e3})
-            native = {**one, "candidate": "pytorch-native", "kind": "pytorch-native"}
-            native |= {"ms": math.nan, "ms_low": math.nan, "ms_high": math.nan}
-            note = "applies for 2048 < m <= 4096"
-            found.append({**native, "status": "skipped", "note": note})
-    return found
-
-
 def _rows() -> pd.DataFrame:
-    return BENCH.frame(_figures())
-
-
-def _equal(found: pd.DataFrame, wanted: pd.DataFrame) -> None:
-    """Rows are equal but for the digits that a file does not hold."""
-    pd.testing.assert_frame_equal(found, wanted, rtol=1e-5)
+    """Two shapes in two modes, of a committed bench."""
+    rows = BENCH.read(RESULTS / "measured-h200-4.csv")
+    mine = rows["case"].isin(("32768x2048x8192", "8192x7168x8192")) & (rows["mode"] != "graph")
+    return BENCH.frame(rows[mine].to_dict("records"))
 
 
 def test_rows_survive_the_file(tmp_path: Path) -> None:
@@ -76,86 +45,54 @@ def test_rows_survive_the_file(tmp_path: Path) -> None:
     with path.open(newline="") as file:
         assert next(csv.reader(file)) == list(BENCH.columns)
     assert "\n\n" not in path.read_text() and "nan" not in path.read_text()
-    _equal(BENCH.read(path), rows)
-    path.write_text("case,m\na,1\n")
-    with pytest.raises(ConfigError, match="columns"):
-        BENCH.read(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        BENCH.read(tmp_path / "none.csv")
-
-
-def test_rows_for_json_have_nothing_where_a_figure_is_missing() -> None:
-    native = records(_rows())[11]
+    # Equal but for the digits that a file does not hold.
+    pd.testing.assert_frame_equal(BENCH.read(path), rows, rtol=1e-5)
+    native = records(rows)[25]  # as JSON has it
     assert native["candidate"] == "pytorch-native" and native["ms"] is None
-    assert (native["m"], type(native["m"])) == (64, int)
+    assert (native["m"], type(native["m"])) == (32768, int)
 
 
-def test_a_row_of_another_kind_is_refused() -> None:
-    with pytest.raises(KeyError, match="tokens"):
-        BENCH.frame([{"tokens": 3}])
-
-
-@pytest.mark.parametrize(
-    ("column", "cell", "said"),
-    [
-        ("m", "-", "row 2, m: required a whole number, got '-'"),
-        ("m", "", "row 2, m: required a whole number, got ''"),
-        ("m", "1.5", "row 2, m: required a whole number, got '1.5'"),
-        ("ms", "fast", "row 2, ms: required a number, got 'fast'"),
-    ],
-)
-def test_a_row_that_is_damaged_is_named(tmp_path: Path, column: str, cell: str, said: str) -> None:
-    path = tmp_path / "rows.csv"
-    append(path, _rows()[:3])
-    head, first, second, third = path.read_text().splitlines()
-    fields = second.split(",")
-    fields[list(BENCH.columns).index(column)] = cell
-    path.write_text("\n".join((head, first, ",".join(fields), third)) + "\n")
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_a_row_that_is_damaged_is_named(tmp_path: Path) -> None:
+    path, columns = tmp_path / "rows.csv", list(BENCH.columns)
+    with pytest.raises(ConfigError, match="cannot be read"):
         BENCH.read(path)
-
-
-def test_a_row_that_ends_early_or_late_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
     append(path, _rows()[:3])
     whole = path.read_text().rstrip("\n")
-    path.write_text(whole[: whole.rindex(",")])
-    with pytest.raises(ConfigError, match=f"row 3, {list(BENCH.columns)[-1]}: the row ends before"):
-        BENCH.read(path)
-    path.write_text(f"{whole},7\n")
-    with pytest.raises(ConfigError, match="required a CSV file"):
-        BENCH.read(path)
 
+    def with_cell(column: str, cell: str) -> str:
+        rows = [line.split(",") for line in whole.splitlines()]
+        rows[2][columns.index(column)] = cell
+        return "\n".join(map(",".join, rows))
 
-def test_files_from_before_there_were_operators_are_read() -> None:
-    rows = BENCH.read(RESULTS / "small-h200-2.csv")
-    assert len(rows) > 100 and set(rows["operator"]) == {OPERATOR}
-    assert set(rows["world"]) == {2} and rows[["error", "ms_low"]].isna().all(axis=None)
-    assert "operator" not in (RESULTS / "small-h200-2.csv").read_text().splitlines()[0]
+    for text, said in (
+        *(
+            (with_cell("m", one), f"row 2, m: required a whole number, got '{one}'")
+            for one in ("-", "", "1.5")
+        ),
+        (with_cell("ms", "fast"), "row 2, ms: required a number, got 'fast'"),
+        (whole[: whole.rindex(",")], f"row 3, {columns[-1]}: the row ends before"),
+        (f"{whole},7", "required a CSV file"),
+        ("case,m\na,1", "columns"),
+    ):
+        path.write_text(f"{text}\n")
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            BENCH.read(path)
+    with pytest.raises(KeyError, match="tokens"):
+        BENCH.frame([{"tokens": 3}])
 
 
 # Reports, tables and pictures.
 
 
-def _of_two() -> pd.DataFrame:
-    """The rows once more, of an operator that sums, with errors."""
-    summed = _rows().assign(operator="matmul_reduce_scatter")
-    summed["speedup"] *= 2
-    errors = {"serial-collective": 2e-3, "serial": 1.5e-3, "shard-overlap": 1.8e-3}
-    summed["error"] = summed["candidate"].map(errors)
-    return pd.concat([_rows(), summed], ignore_index=True)
-
-
 def test_an_operator_none_of_whose_shapes_was_measured_is_named() -> None:
-    rows = _of_two()
-    second = rows["operator"] != rows["operator"][0]
-    rows.loc[second, ["status", "note"]] = "skipped", "out of time"
+    skipped = {"operator": "matmul_reduce_scatter", "status": "skipped", "note": "out of time"}
+    rows = pd.concat([_rows(), _rows().assign(**skipped)], ignore_index=True)
     text = report.report(rows, {}, "name", [])
     assert "skipped: out of time" in text.split("## Not measured")[1]
 
 
 def test_the_best_schedule_is_chosen_by_the_ratio_that_is_shown() -> None:
-    rows = _rows().query("mode == 'queued' and case == 'g1'")
+    rows = _rows().query("mode == 'queued' and case == '8192x7168x8192' and candidate != 'auto'")
     auto = rows.query("candidate == 'shard-overlap'").assign(candidate="auto", note="is x (model)")
     rows = pd.concat([rows, auto], ignore_index=True)
     ours = rows["kind"] == "ficco"
@@ -168,26 +105,26 @@ def test_the_best_schedule_is_chosen_by_the_ratio_that_is_shown() -> None:
     for role in ("auto", "overlap", "best_1d", "best_2d"):
         assert (found["best", "share"] >= found[role, "share"]).all(), role
     assert list(report.schedules(found["best"])) == ["x"]
-    assert "| 2.400 | x | 2.00 |" in report.report(rows, {}, "name", [])
+    assert "| 1.376 | x | 2.00 |" in report.report(rows, {}, "name", [])
     found = lines(rows.assign(share=math.nan), "queued")["best", "candidate"]  # medians choose
-    assert list(found) == ["hetero-fused-1d:pieces=4"]
+    assert list(found) == ["growing"]
 
 
 def test_tables_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     rows = _rows()
-    report.show_shape(rows[rows["case"] == "g1"])
+    report.show_shape(rows[rows["case"] == "8192x7168x8192"])
     text = capsys.readouterr().out
-    assert "g1: m=128 n=32 k=16 bfloat16, 4 ranks" in text
+    assert "8192x7168x8192: m=8192 n=7168 k=8192 bfloat16, 4 ranks" in text
     row = next(line for line in text.splitlines() if "hetero-fused-1d:pieces=4" in line)
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     # In both modes milliseconds, share of the ideal and microseconds of the host; KiB once.
-    assert cells[1:] == ["2.200", "0.91", "40", "2.300", "0.87", "40", "0.0"]
+    assert cells[1:] == ["1.463", "0.85", "141", "1.570", "0.84", "93", "192.0"]
     assert text.index("collective") < text.index("shard-overlap")  # fastest first
-    assert "pytorch-native on g1: skipped: applies for 2048" in text
+    assert "pytorch-native on 8192x7168x8192: skipped: applies for 2048" in text
     report.show_best(rows)
     text = capsys.readouterr().out
     assert "all_gather_matmul: best schedule per shape, queued" in text
-    assert re.search(r"geometric mean │ +│ +0.91 │ +1.27 │ +1.14 │", text)
+    assert re.search(r"geometric mean +│ +│ +0.95 │ +1.40 │ +1.06 │", text)
     assert "\nof ideal    ideal over this time; above 1 if" in text
     report.show_best(rows.assign(vs_pytorch=math.nan))
     assert "x PyTorch" not in capsys.readouterr().out
@@ -210,16 +147,11 @@ def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
 # What auto loses.
 
 
-def _read(name: str, case: str) -> pd.DataFrame:
-    rows = BENCH.read(RESULTS / f"{name}.csv")
-    return rows[rows["case"] == case]
-
-
 def test_regret_of_a_file_from_before_auto_took_kernels() -> None:
     """Is that of what ``auto`` would take without them, and none of its shapes are left out."""
     machine = find("h200-2", None)
     assert machine is not None
-    rows = _read("unseen-h200-2", "512x3584x2048")
+    rows = BENCH.read(RESULTS / "unseen-h200-2.csv").query("case == '512x3584x2048'")
     problem = Case("", 512, 3584, 2048).problem(2)
     assert decide(problem, machine=machine).schedule.mover == "kernel"
     assert "serial:kernel" not in set(rows["candidate"])
@@ -229,8 +161,8 @@ def test_regret_of_a_file_from_before_auto_took_kernels() -> None:
 
 
 def test_auto_is_held_against_what_it_compares(tmp_path: Path) -> None:
-    machine = find("h200-4", None)
-    assert machine is not None
+    machine, pair = find("h200-4", None), find("h200-2", None)
+    assert machine is not None and pair is not None
     problem = Problem("all_gather_matmul", (8192,) * 4, 2048, 8192, "bfloat16")
     taken = str(decide(problem, machine=machine).schedule)
     slower = next(
@@ -251,8 +183,6 @@ def test_auto_is_held_against_what_it_compares(tmp_path: Path) -> None:
     assert (found.best, found.auto) == ((slower, 1.6), (taken, 2.0))
     assert found.loss == pytest.approx(0.25) and never not in found.errors
     # Several names of one plan have one time, in the middle of theirs.
-    pair = find("h200-2", None)
-    assert pair is not None
     times = {"growing": 2.0, "shrinking": 1.0, "shard-overlap": 3.0, "serial": 1.5}
     both_rows = rows_of(times, m=1536, n=5504, k=4096, world=2)
     ((_, found),) = regret.regrets(both_rows, pair)

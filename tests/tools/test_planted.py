@@ -32,11 +32,7 @@ def test_faults_can_be_planted(fault: Fault) -> None:
     text = (ROOT / fault.path).read_text()
     wrong = fault.applied(text)
     ast.parse(wrong)
-    assert wrong != text
-
-
-def test_faults_have_names_of_their_own() -> None:
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) == 20
+    assert wrong != text and len({fault.name for fault in FAULTS}) == len(FAULTS) == 20
 
 
 def test_mutants_leave_texts_and_types_alone() -> None:
@@ -56,4 +52,3 @@ def test_a_mutant_is_a_change_of_one_line() -> None:
         ast.parse(changed)
         pairs = zip(TEXT.splitlines(), changed.splitlines(), strict=True)
         assert [i for i, (old, new) in enumerate(pairs, 1) if old != new] == [mutant.line]
-        assert f"hit(3, ({mutant.old.removeprefix('return ')}))" in mutant.probed(TEXT, 3)

@@ -9,7 +9,7 @@ import re
 import signal
 import warnings
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,25 +25,7 @@ import ficco.tools.cli
 from ficco.dma.cpu import CpuEngine
 from ficco.errors import ConfigError
 from ficco.heuristics import decide, problem_of_sizes
-from ficco.machine import (
-    SCALED_PRODUCTS,
-    AttentionCalls,
-    Collective,
-    Contention,
-    Copies,
-    Fingerprint,
-    Gemm,
-    Host,
-    Machine,
-    Memory,
-    Provenance,
-    Thresholds,
-    Topology,
-    configs,
-    load,
-    save,
-    tuned_key,
-)
+from ficco.machine import SCALED_PRODUCTS, Machine, Provenance, configs, files, load, model, save
 from ficco.ops import problem_log
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plan
@@ -134,7 +116,7 @@ def test_least_squares_are_nonnegative_and_least_for_any_number_of_columns(
     assert gains[(found != 0) | ~bounded] == pytest.approx(0.0, abs=1e-9)
 
 
-def rows_of_products(truth: Gemm, counts: tuple[int, ...], noise: float = 0.0) -> list[Any]:
+def rows_of_products(truth: model.Gemm, counts: tuple[int, ...], noise: float = 0.0) -> list[Any]:
     """Rows of two products of 0.4 and 0.7 ms, every other one slower by a share."""
     return [
         fits.RowTime(name, count, truth.heated(count * each) * (1 + noise * (i % 2)))
@@ -151,12 +133,6 @@ def test_a_power_limit_is_found_where_it_was_put(burst: float, sustained: float)
     assert found.limited and found.error < 1e-3
     assert found.burst == pytest.approx(burst, rel=0.02)
     assert found.sustained == pytest.approx(sustained, rel=0.005)
-    # Times of each product by itself come back, and the model gives the rows again.
-    model = replace(truth, burst=found.burst, sustained=found.sustained)
-    for row in rows:
-        each = 0.4e-3 if row.product == "k-large" else 0.7e-3
-        assert found.cold(row.seconds) == pytest.approx(row.count * each, rel=0.01)
-        assert model.heated(row.count * each) == pytest.approx(row.seconds, rel=0.01)
     noisy = fits.heat(rows_of_products(truth, effort.GPU.rows, noise=0.02))
     assert noisy.burst == pytest.approx(burst, rel=0.3)
     assert noisy.sustained == pytest.approx(sustained, rel=0.03)
@@ -174,14 +150,11 @@ def site_of(watch: Any, asked: effort.Effort = effort.CPU, kind: Any = Site) -> 
     return kind(watch, asked, None, lambda source, note: Provenance(source, note=note))
 
 
-def test_steps_have_names_and_times_and_blocks() -> None:
-    steps = tuple(tuning.MEASURES)
-    assert (*steps, "shapes") == effort.STEPS
-    assert set(steps) <= {field.name for field in fields(Machine)}
+def test_all_steps_are_measured_within_minutes() -> None:
+    assert (*tuning.MEASURES, "shapes") == effort.STEPS
     for device, quick, most in (("cuda", False, 216), ("cpu", False, 52), ("cpu", True, 5.5)):
         seconds = effort.EFFORTS[device, quick].seconds
-        alone = seconds[tuning.NETWORK]  # of a run of its own
-        assert tuple(seconds) == steps and sum(seconds.values()) - alone < most
+        assert sum(seconds.values()) - seconds[tuning.NETWORK] < most  # which is of its own run
 
 
 class MadeUp(Site):
@@ -244,7 +217,7 @@ def test_attention_is_measured_cold_and_beside_the_products(
     start, block, more = fixed = 7e-6, 4e-6, 3e-5
     shares, backward = ((64.0, 0.6), (128.0, 0.85), (256.0, 0.5)), ((64.0, 0.4), (128.0, 0.7))
     back = {"backward": (*backward, (256.0, 0.3)), "backward_start": more}
-    truth = AttentionCalls(start, block, shares, SOURCE, **back)
+    truth = model.AttentionCalls(start, block, shares, SOURCE, **back)
 
     def timed(step: str, calls: dict[str, Any], **settings: Any) -> dict[str, np.ndarray]:
         found = MadeUp.time(made_up, step, {n: c for n, c in calls.items() if n[0] == "r"})
@@ -298,20 +271,11 @@ def test_a_plan_is_counted_as_the_host_enqueues_it() -> None:
 
 # Files.
 
-HERE = Fingerprint("cpu", 2)
+HERE = files.Fingerprint("cpu", 2)
 SOURCE = Provenance("measured")
-BLOCKS: dict[str, Any] = {
-    "gemm": Gemm(1e12, 1, 0.0, 0.5, 1e-6, 1e11, SOURCE),
-    "copies": Copies(1, 1e-5, 1e-6, ((1024.0, 1e9), (4096.0, 2e9)), SOURCE),
-    "kernel_copies": Copies(1, 2e-5, 1e-6, ((1024.0, 5e8), (4096.0, 1e9)), SOURCE),
-    "topology": Topology("switch", 2e9, SOURCE),
-    "all_gather": Collective(((1024.0, 1e-5), (4096.0, 2e-5)), SOURCE),
-    "reduce_scatter": Collective(((1024.0, 2e-5), (4096.0, 3e-5)), SOURCE),
-    "memory": Memory(1e10, 1e10, SOURCE),
-    "contention": Contention(1.0, 1.1, 1.2, 1.3, SOURCE),
-    "host": Host(1e-5, 1e-5, 1e-6, 1e-6, 1e-6, SOURCE),
-    "thresholds": Thresholds(1e6, 5e6, SOURCE),
-}
+STEPS = "gemm copies kernel_copies topology all_gather reduce_scatter memory contention host"
+SHIPPED = load(configs() / "h200-2.yaml")
+BLOCKS: dict[str, Any] = {name: getattr(SHIPPED, name) for name in (*STEPS.split(), "thresholds")}
 
 
 def machine_file(path: Path, **changes: Any) -> Machine:
@@ -348,7 +312,7 @@ def test_a_new_file_begins_with_what_ships_and_other_things_are_left_alone(
 ) -> None:
     for named in ("h200-4", "nothing"):  # whatever the environment names
         monkeypatch.setenv("FICCO_MACHINE", named)
-        found = opened(tmp_path / "mine.yaml", Fingerprint("NVIDIA H200", 2))
+        found = opened(tmp_path / "mine.yaml", files.Fingerprint("NVIDIA H200", 2))
         assert (found.name, found.gemm) == ("mine", load(configs() / "h200-2.yaml").gemm)
     folder = tmp_path / "mine"
     (folder / "inside").mkdir(parents=True)
@@ -360,12 +324,8 @@ def test_a_new_file_begins_with_what_ships_and_other_things_are_left_alone(
     assert sorted(tmp_path.rglob("*")) == [folder, folder / "inside"]
 
 
-def test_a_journal_is_read_back_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+def test_a_damaged_journal_is_none(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    assert Journal.read(path) is None
-    noted = Journal("s").with_done("gemm").with_done("copies")
-    noted.write(path)
-    assert Journal.read(path) == noted
     for text in ("", "[]", '{"settings": 1}', "null"):
         Journal.path(path).write_text(text)
         assert Journal.read(path) is None
@@ -386,14 +346,16 @@ def test_tune_says_for_which_shapes_auto_takes_another_schedule(tmp_path: Path) 
 
 
 def test_figures_are_rounded_and_shown_old_against_new() -> None:
-    old = Machine("m", "cpu", 2, memory=Memory(1e10, 1e10, SOURCE))
-    new = replace(old, memory=Memory(1e10, 1.23456789e10, SOURCE), topology=BLOCKS["topology"])
+    old = Machine("m", "cpu", 2, memory=model.Memory(1e10, 1e10, SOURCE))
+    new = replace(
+        old, memory=model.Memory(1e10, 1.23456789e10, SOURCE), topology=BLOCKS["topology"]
+    )
     assert ("bandwidth", "10 GB/s", "12.35 GB/s") in changes(old, new, "memory")
     assert ("kind", "-", "switch") in changes(old, new, "topology")
     assert rounded((1.23456789, 3, "x", True)) == (1.2346, 3, "x", True)
     curve = ((262144.0, 1.23456789), (1048576.0, 2.0))
     assert rounded(curve) == ((262144.0, 1.2346), (1048576.0, 2.0)), "sizes stay"
-    assert rounded(Memory(1.23456789e10, 1e10, SOURCE)).capacity == 12346000000.0
+    assert rounded(model.Memory(1.23456789e10, 1e10, SOURCE)).capacity == 12346000000.0
 
 
 # Runs, with steps that measure nothing.
@@ -472,7 +434,7 @@ def test_a_run_goes_on_where_it_was_interrupted_unless_it_is_fresh(tmp_path: Pat
 
 def test_steps_that_fail_leave_their_blocks_and_the_run_goes_on(tmp_path: Path) -> None:
     path, calls = tmp_path / "m.yaml", str(tmp_path)
-    before = Memory(5e9, 5e9, SOURCE)
+    before = model.Memory(5e9, 5e9, SOURCE)
     save(Machine("m", "cpu", 2, memory=before), path)
     faults = dict(copies="amid a round", topology="error", memory="impossible", host="one rank")
     why = {"topology": "the device is gone", "memory": "bandwidth", "host": "rank 1: "}
@@ -624,7 +586,7 @@ def test_copies_are_checked_by_what_their_block_holds(
 
     monkeypatch.setattr(tuning.communication, "copy_times", times)
     curve = ((16384.0, rate), (1048576.0, rate))
-    copies = Copies(1, 0.0 if crowded else call, 0.0, curve, SOURCE)
+    copies = model.Copies(1, 0.0 if crowded else call, 0.0, curve, SOURCE)
     machine = Machine("m", "cpu", 4, copies=copies)
     site: Any = SimpleNamespace(effort=QUICK, machine=machine, crowded=crowded, world=4)
     ratios = [point.ratio for point in tuning._copies(site)]
@@ -743,7 +705,7 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, cap
     assert not outcome.failures, outcome.failures
     machine = load(path)
     assert machine.gemm == BLOCKS["gemm"], "blocks that were not measured stay"
-    assert [tuned_key(one) for one in machine.tuned] == [tuned_key(p) for p in some]
+    assert [model.tuned_key(one) for one in machine.tuned] == [model.tuned_key(p) for p in some]
     for problem, one in zip(some, machine.tuned, strict=True):
         assert one.queued == one.idle and 0 < one.seconds[0] <= one.serial[0]
         decision = decide(problem, machine=machine, mode="idle", offers=("dma", "kernel"))
@@ -805,24 +767,3 @@ def test_a_log_that_cannot_be_written_does_no_harm(tmp_path: Path, name: str) ->
     with pytest.warns(UserWarning, match="problems are not logged"):
         problem_log.note(f"{tmp_path}/{name}", problem, 0)
     problem_log.note(f"{tmp_path}/{name}", problem, 0)  # warned of once
-
-
-def test_wrong_arguments_are_refused_before_ranks_start(tmp_path: Path, capsys: Any) -> None:
-    log = tmp_path / "log"
-    log.write_text("")
-    base = ("tune", "--ranks", 2, "--device", "cpu", "--out", tmp_path / "m.yaml")
-    for options, said in (
-        (("--only", "shapes"), "required --shapes or --from-log with them"),
-        (("--from-log", tmp_path / "none"), "none"),
-        (("--from-log", log), "required a problem of 2 ranks"),
-        (("--only", "tea"), "tea"),
-        (("--ranks", 1), "--ranks: required at least 2"),
-        (("--tolerance", 0.1), "--tolerance: required with --check"),
-        (("--check", "--tolerance", -1), "above 0, got -1.0"),
-        (("--check", "--only", "gemm"), "--check: required without --only"),
-        (("--check", "--fresh"), "--check: required without --fresh"),
-        (("--operator", "matmul"), "--operator"),
-    ):
-        assert cli(*base, *options) == 2
-        assert said in capsys.readouterr().err
-    assert not (tmp_path / "m.yaml").exists()
