@@ -330,6 +330,10 @@ class Stage:
         """The copy lane of each peer."""
         return self.builder.lane_of
 
+    def compute_lane(self, turn: int) -> str:
+        """The lane of a product; products take turns."""
+        return f"compute{turn % self.schedule.compute}"
+
     def _right(self, row: int, row_stop: int, col: int, col_stop: int) -> Region:
         """The region of rows and columns of the local b."""
         return new(Region, (self.b, self.me, row, row_stop, col, col_stop))

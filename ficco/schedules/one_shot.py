@@ -144,13 +144,10 @@ class OneShotStage(Stage):
         peers = () if self.world.two_shot else self.peers
         return tuple(self.world.done(peer, self.me) for peer in peers)
 
-    def _lane(self, piece: int) -> str:
-        return f"compute{piece % self.schedule.compute}"
-
     def _multiply(self, piece: int) -> None:
         """Multiply one piece of every rank in one step, and signal it to the peers."""
         me, n, k, out = self.me, self.problem.n, self.problem.k, self.world.product.name
-        lane, products = self._lane(piece), []
+        lane, products = self.compute_lane(piece), []
         for rows in self.world.made(piece):
             left, target = Region(self.a, me, *rows, 0, k), Region(out, me, *rows, 0, n)
             products.append(self._product(left, self._right(0, k, 0, n), target))
@@ -165,12 +162,12 @@ class OneShotStage(Stage):
         over the slots of the peers."""
         valid = [self.world.valid(self.me, peer) for peer in self.peers]
         posts = tuple(pieces[piece] for pieces in valid if piece < len(pieces))
-        lane = self._lane(piece)
+        lane = self.compute_lane(piece)
         if not piece:
             free = self.builder.released_by(self.peers)
             self.acquired = self.add(Step(None, lane, "acquire, tell 0", free, posts, free))
             return
-        after = () if lane == self._lane(0) else (self.acquired,)
+        after = () if lane == self.compute_lane(0) else (self.acquired,)
         self.add(Step(None, lane, f"tell {piece}", posts=posts, after=after))
 
     def _sum(self, piece: int) -> None:
