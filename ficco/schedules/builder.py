@@ -75,7 +75,7 @@ class Block(NamedTuple):
         self, kind: str, poster: int, waiter: int, slot: int = 0, rows: tuple[int, int] = (0, 0)
     ) -> Signal:
         """The signal of word ``slot`` of a poster; ``rows``: first and last row that it gates."""
-        return Signal(kind, poster, waiter, slot, self.first(poster) + slot, *rows)
+        return new(Signal, (kind, poster, waiter, slot, self.first(poster) + slot, *rows))
 
 
 class WordAllocator:

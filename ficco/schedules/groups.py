@@ -285,8 +285,10 @@ class Groups:
     def regions(self, buffer: str, rank: int, row: int, units: list[Unit]) -> list[Region]:
         """The regions of units of one block, which begins at ``row`` of the buffer."""
         if self.schedule.dims == 1:
-            ends, cols = [unit[2:4] for unit in units], self.columns
-            return [new(Region, (buffer, rank, row + a, row + b, 0, cols)) for a, b in ends]
+            cols = self.columns
+            return [
+                new(Region, (buffer, rank, row + a, row + b, 0, cols)) for _, _, a, b, _ in units
+            ]
         stop = row + self.block(units[0].peer) if units else row
         return [new(Region, (buffer, rank, row, stop, *cols)) for _, _, *cols, _ in units]
 
