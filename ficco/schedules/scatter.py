@@ -10,7 +10,6 @@ of an all-to-all cross hosts without a sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cached_property, partial
 from itertools import accumulate, chain, starmap, zip_longest
 from weakref import proxy
@@ -18,27 +17,9 @@ from weakref import proxy
 from ficco.plan import Product, Products, Reduction, Region, Signal, Step, Transfer
 from ficco.plan.model import PLAIN, new
 from ficco.problems.specification import Buffer
-from ficco.schedules.builder import (
-    REDUCE_LANE,
-    Block,
-    Builder,
-    EachRank,
-    Stage,
-    World,
-    merged,
-    remembered,
-)
+from ficco.schedules.builder import REDUCE_LANE, Builder, EachRank, Stage, World, merged, remembered
 from ficco.schedules.exchange import NO_SIGNALS, After, Item, Parcel, Route, Traffic
-from ficco.schedules.groups import (
-    Departures,
-    Unit,
-    host_sums,
-    legs,
-    names,
-    returning,
-    sources_of,
-    via,
-)
+from ficco.schedules.groups import Departures, Unit, host_sums, legs, returning, sources_of, via
 
 
 class ScatterWorld(World, Route):
@@ -67,8 +48,7 @@ class ScatterWorld(World, Route):
         # Words of the waiter's own units, then of units that it sums for its rail on each host.
         self.data = words.block(self.most * (problem.hosts if problem.kind.sums else 1))
         self.kind = "valid" if schedule.pull else "ready"
-        most = max(len(one.sums) for one in leaving) * problem.kind.returns
-        self.back = SumRoute(self, words.block(most * problem.hosts))
+        self.back = SumRoute(self, max(len(one.sums) for one in leaving) * problem.kind.returns)
         self.reads = words.block(int(schedule.pull))
         self.staging = self.product = self.out
         self.host_sums: dict[int, Buffer] = {}
@@ -121,7 +101,7 @@ class ScatterWorld(World, Route):
         one, left = self.departures[rank], (rank - 1) % self.world
         if not (self.ring and one.set_of.get(owner)):  # the first block of a ring adds to none
             return self.regions(rank, rank, owner, one.of(owner)), 0
-        terms = _terms((left - i) % self.world for i in range(one.set_of[owner]))
+        terms = sum(1 << (left - i) % self.world for i in range(one.set_of[owner]))
         return self.regions(left, rank, owner, self.departures[left].of(owner)), terms
 
     # The route.
@@ -133,14 +113,15 @@ class ScatterWorld(World, Route):
         if host_sum := self.host_sums.get(problem.hosts_ahead(src, dst)):
             terms = _terms(problem.ranks_of(problem.host(src)))
             sources = one.regions(host_sum.name, src, 0, units)
-        labels, pieces = names(src if pull else owner, len(units)), list[Parcel]()
+        peer, pieces = src if pull else owner, list[Parcel]()
         signals, landings = self.signals(src, dst, owner), self.regions(src, dst, owner, units)
-        ends = zip(units, labels, signals, sources, landings, strict=True)
-        for unit, label, signal, source, landing in ends:
+        ends = zip(units, signals, sources, landings, strict=True)
+        for unit, signal, source, landing in ends:
             moves = (new(Transfer, (source, landing, terms, *PLAIN)),)
+            labels = (f"{peer}.{unit.ordinal}>{dst}",)
             waits, posts = ((signal,), NO_SIGNALS) if pull else (NO_SIGNALS, (signal,))
-            pieces.append(new(Parcel, (moves, (f"{label}>{dst}",), waits, posts, unit.group)))
-        if pull and pieces:
+            pieces.append(new(Parcel, (moves, labels, waits, posts, unit.group)))
+        if pull and pieces:  # the last copy ends the reading
             pieces[-1] = pieces[-1]._replace(posts=(self.read(dst, src),))
         return pieces
 
@@ -158,20 +139,22 @@ class ScatterWorld(World, Route):
         ]
 
     def gives(self, src: int, dst: int) -> bool:
-        owners = [owner for sender, owner in self.staged(dst)[0] if sender == src != owner]
-        return any(self.problem.block(src, owner) for owner in owners)
+        blocks, problem = self.staged(dst)[0], self.problem
+        return any(problem.block(src, owner) for rank, owner in blocks if rank == src != owner)
 
     def read(self, poster: int, waiter: int) -> Signal:
         return self.reads.signal("done", poster, waiter, 0, self.block(waiter, poster))
 
 
 class SumRoute(Route):
-    """The route of sums from the ranks that formed them to all other ranks."""
+    """The route of sums from the ranks that formed them to all other ranks. ``most`` is the maximum
+    number of sums of a rank."""
 
     kind = "summed"
 
-    def __init__(self, world: ScatterWorld, words: Block) -> None:
-        self.data, self.problem = words, world.problem
+    def __init__(self, world: ScatterWorld, most: int) -> None:
+        self.problem, self.most = world.problem, most
+        self.data = world.words.block(most * world.problem.hosts)
         self.world: ScatterWorld = proxy(world)  # no circle, which would outlive the plans
 
     def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
@@ -192,7 +175,7 @@ class SumRoute(Route):
     def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
         problem, departures = self.problem, self.world.departures[owner]
         poster = via(problem, dst, owner)
-        first_slot = problem.hosts_ahead(poster, owner) * (self.data.per_poster // problem.hosts)
+        first_slot = problem.hosts_ahead(poster, owner) * self.most
         spans = departures.spans(problem.lands(poster, owner), departures.sums)
         return [
             self.data.signal(self.kind, poster, dst, slot, rows)
@@ -411,9 +394,9 @@ def _lower(buffer: str, down: int, region: Region) -> Region:
     return new(Region, (buffer, region.rank, row, row_stop, region.col, region.col_stop))
 
 
-def _terms(ranks: Iterable[int]) -> int:
-    """Ranks whose products are summed, rank r as bit r."""
-    return sum(1 << rank for rank in ranks)
+def _terms(ranks: range) -> int:
+    """Consecutive ranks whose products are summed, rank r as bit r."""
+    return (1 << ranks.stop) - (1 << ranks.start)
 
 
 def _overlap(one: Unit, two: Unit) -> bool:
