@@ -14,18 +14,8 @@ peer, for piece 0: the peer's call has begun.
 from __future__ import annotations
 
 from ficco.plan.model import Products, Reduction, Region, Signal, Step, Transfer
-from ficco.problems.products import Problem
-from ficco.schedules.builder import (
-    REDUCE_LANE,
-    Builder,
-    Stage,
-    WordAllocator,
-    World,
-    merged,
-    remembered,
-)
+from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, World, merged, remembered
 from ficco.schedules.groups import Unit, cut, finer
-from ficco.schedules.space import Schedule
 
 #: Rows of the product.
 Rows = tuple[int, int]
@@ -45,8 +35,8 @@ class OneShotWorld(World):
         product: buffer of a rank's product, which peers read.
     """
 
-    def __init__(self, problem: Problem, schedule: Schedule, words: WordAllocator) -> None:
-        super().__init__(problem, schedule, words)
+    def lay_out(self) -> None:
+        problem, schedule, words = self.problem, self.schedule, self.words
         self.two_shot = schedule.grouping == "two-shot"
         self.summed = [self._pieces(rank) for rank in range(self.world)]
         self.rounds = max(map(len, self.summed))
@@ -111,7 +101,6 @@ class OneShotStage(Stage):
 
     def __init__(self, world: OneShotWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.world = world
         self.products: list[int] = []  # by piece, the step of its product
         self.acquired = 0  # the step that takes over the slots of the peers
         #: Whether sums run on a separate lane. On one lane, steps need no ``after``.
