@@ -77,9 +77,11 @@ class ScatterWorld(World, Route):
     def staged(self, rank: int) -> tuple[dict[tuple[int, int], int], int]:
         """First row in a rank's staging of each block, by (sender, owner), and the number of rows
         of all blocks. The sender of a sum that returns is its owner."""
-        blocks, left = returning(self.problem, rank), (rank - 1) % self.world
         if self.ring:
+            left = (rank - 1) % self.world
             blocks = [(left, owner) for owner in range(self.world) if owner != left]
+        else:
+            blocks = returning(self.problem, rank)
         if self.problem.kind.returns:
             blocks += [(owner, owner) for owner in range(self.world) if owner != rank]
         ends = [*accumulate(starmap(self.problem.block, blocks), initial=0)]
@@ -139,6 +141,8 @@ class ScatterWorld(World, Route):
         ]
 
     def gives(self, src: int, dst: int) -> bool:
+        if self.ring and dst != (src + 1) % self.world:
+            return False
         blocks, problem = self.staged(dst)[0], self.problem
         return any(problem.block(src, owner) for rank, owner in blocks if rank == src != owner)
 
