@@ -264,12 +264,13 @@ class ScatterStage(Stage):
         for unit in sorted(units):
             product = self._product_of(unit)
             if product.accumulate and self.single:
-                pieces = self._overlapping(left, unit)
-                arrived, brought = self.traffic.arrivals(pieces, lane, unit.peer)
-                waits, after = waits + arrived, after + brought
+                pieces = [(left, unit.ordinal)]  # the ranks of a ring cut a block alike
                 if unit.peer == me:
+                    pieces = self._overlapping(left, unit)
                     (addend,) = world.regions(left, me, me, [unit])
                     product = product._replace(accumulate=False, addend=addend)
+                arrived, brought = self.traffic.arrivals(pieces, lane, unit.peer)
+                waits, after = waits + arrived, after + brought
             products.append(product)
             if self.schedule.pull and unit.peer != me:
                 posts.append(world.signals(me, unit.peer, unit.peer)[unit.ordinal])
