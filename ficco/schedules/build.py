@@ -15,7 +15,7 @@ from ficco.plan.model import LibraryMove, Plan, Product, Products, Region, Step,
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import ITEMSIZES, Buffer
-from ficco.schedules.builder import Builder, WordAllocator, scaled, whole
+from ficco.schedules.builder import Builder, Stage, WordAllocator, World, scaled, whole
 from ficco.schedules.gather import GatherStage, GatherWorld, InnerGatherStage, StagingTooSmall
 from ficco.schedules.one_shot import OneShotStage, OneShotWorld
 from ficco.schedules.scatter import ScatterStage, ScatterWorld
@@ -48,8 +48,7 @@ def plan(
         ValueError: the schedule cannot serve the operator, or the cap is too small for its largest
             step.
     """
-    with paused():
-        return _plans(problem, schedule, [rank], staging_bytes, packs_columns)[0]
+    return _plans(problem, schedule, [rank], staging_bytes, packs_columns)[0]
 
 
 def plans(
@@ -59,8 +58,7 @@ def plans(
     packs_columns: bool = False,
 ) -> list[Plan]:
     """The Plans of all ranks."""
-    with paused():
-        return _plans(problem, schedule, range(problem.world), staging_bytes, packs_columns)
+    return _plans(problem, schedule, range(problem.world), staging_bytes, packs_columns)
 
 
 def refusal(problem: Problem, schedule: Schedule) -> str:
@@ -149,6 +147,7 @@ def _all_nameless(problem: Problem, schedule: Schedule) -> list[Plan]:
     return [_nameless(plan) for plan in plans(problem, schedule)]
 
 
+@paused()
 def _plans(
     problem: Problem,
     schedule: Schedule,
@@ -166,21 +165,23 @@ def _plans(
         raise ValueError(why)
     if schedule.mover == "collective" and problem.world > 1:
         return [_collective(problem, schedule, rank) for rank in ranks]
+    world_type, stage_type = _builder_types(problem, schedule)
     words = WordAllocator(problem.world)
+    world = world_type(problem, schedule, words, cap=staging_bytes, packs_columns=packs_columns)
+    return [stage_type(world, Builder(problem, rank)).plan() for rank in ranks]
+
+
+def _builder_types(problem: Problem, schedule: Schedule) -> tuple[type[World], type[Stage]]:
+    """The classes whose objects plan a problem: of all ranks, and of one rank."""
     if schedule.sums_in_place:
-        summed = OneShotWorld(problem, schedule, words)
-        return [OneShotStage(summed, Builder(problem, rank)).plan() for rank in ranks]
-    if problem.kind.scatters:
-        scattered, scatter = ScatterWorld, ScatterStage
-        if schedule.grouping == "tiled":
-            scattered, scatter = TiledScatterWorld, TiledScatterStage
-        all_know = scattered(problem, schedule, words, packs_columns=packs_columns)
-        return [scatter(all_know, Builder(problem, rank)).plan() for rank in ranks]
-    gathered, gather = GatherWorld, InnerGatherStage if problem.kind.inner else GatherStage
+        return OneShotWorld, OneShotStage
     if schedule.grouping == "tiled":
-        gathered, gather = TiledGatherWorld, TiledGatherStage
-    world = gathered(problem, schedule, words, cap=staging_bytes, packs_columns=packs_columns)
-    return [gather(world, Builder(problem, rank)).plan() for rank in ranks]
+        if problem.kind.scatters:
+            return TiledScatterWorld, TiledScatterStage
+        return TiledGatherWorld, TiledGatherStage
+    if problem.kind.scatters:
+        return ScatterWorld, ScatterStage
+    return GatherWorld, InnerGatherStage if problem.kind.inner else GatherStage
 
 
 def _collective(problem: Problem, schedule: Schedule, rank: int) -> Plan:

@@ -75,7 +75,7 @@ class Block(NamedTuple):
         self, kind: str, poster: int, waiter: int, slot: int = 0, rows: tuple[int, int] = (0, 0)
     ) -> Signal:
         """The signal of word ``slot`` of a poster; ``rows``: first and last row that it gates."""
-        return Signal(kind, poster, waiter, slot, self.first(poster) + slot, *rows)
+        return new(Signal, (kind, poster, waiter, slot, self.first(poster) + slot, *rows))
 
 
 class WordAllocator:
@@ -330,6 +330,10 @@ class Stage:
     def lane_of(self) -> dict[int, str]:
         """The copy lane of each peer."""
         return self.builder.lane_of
+
+    def compute_lane(self, turn: int) -> str:
+        """The lane of a product; products take turns."""
+        return f"compute{turn % self.schedule.compute}"
 
     def _right(self, row: int, row_stop: int, col: int, col_stop: int) -> Region:
         """The region of rows and columns of the local b."""

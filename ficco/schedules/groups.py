@@ -117,6 +117,7 @@ def targets_in_order(rank: int, world: int, hosts: int = 1) -> list[int]:
     return _in_turn(rank, world, hosts, 1)[1:]
 
 
+@lru_cache(maxsize=4096)
 def _in_turn(rank: int, world: int, hosts: int, way: int) -> list[int]:
     """All ranks, ``rank`` first, by growing distance in the direction ``way`` (1 or -1)."""
     local = world // hosts
@@ -159,13 +160,14 @@ def near_targets(problem: AnyProblem, rank: int) -> list[int]:
 
 
 def returning(problem: Problem, rank: int) -> list[tuple[int, int]]:
-    """Blocks that arrive at a rank if hosts sum before they cross, as (sender, owner): own blocks
-    from its host and from its rail, in the order of ranks, then blocks of owners on its rail, which
-    the rank sums, from its host."""
+    """Blocks that arrive at a rank, as (sender, owner): own blocks in the order of ranks. If hosts
+    sum before they cross, these come from its host and from its rail; then blocks of owners on its
+    rail, which the rank sums, come from its host."""
     near = [one for one in problem.ranks_of(problem.host(rank)) if one != rank]
     ways = list(legs(problem, rank))
     own = [(source, rank) for source in sorted([*near, *(source for _, source in ways)])]
-    return own + [(source, owner) for owner, _ in ways for source in near]
+    relayed = [] if problem.kind.blocks else ways
+    return own + [(source, owner) for owner, _ in relayed for source in near]
 
 
 def host_sums(
@@ -283,8 +285,10 @@ class Groups:
     def regions(self, buffer: str, rank: int, row: int, units: list[Unit]) -> list[Region]:
         """The regions of units of one block, which begins at ``row`` of the buffer."""
         if self.schedule.dims == 1:
-            ends, cols = [unit[2:4] for unit in units], self.columns
-            return [new(Region, (buffer, rank, row + a, row + b, 0, cols)) for a, b in ends]
+            cols = self.columns
+            return [
+                new(Region, (buffer, rank, row + a, row + b, 0, cols)) for _, _, a, b, _ in units
+            ]
         stop = row + self.block(units[0].peer) if units else row
         return [new(Region, (buffer, rank, row, stop, *cols)) for _, _, *cols, _ in units]
 

@@ -14,18 +14,8 @@ peer, for piece 0: the peer's call has begun.
 from __future__ import annotations
 
 from ficco.plan.model import Products, Reduction, Region, Signal, Step, Transfer
-from ficco.problems.products import Problem
-from ficco.schedules.builder import (
-    REDUCE_LANE,
-    Builder,
-    Stage,
-    WordAllocator,
-    World,
-    merged,
-    remembered,
-)
+from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, World, merged, remembered
 from ficco.schedules.groups import Unit, cut, finer
-from ficco.schedules.space import Schedule
 
 #: Rows of the product.
 Rows = tuple[int, int]
@@ -45,8 +35,8 @@ class OneShotWorld(World):
         product: buffer of a rank's product, which peers read.
     """
 
-    def __init__(self, problem: Problem, schedule: Schedule, words: WordAllocator) -> None:
-        super().__init__(problem, schedule, words)
+    def lay_out(self) -> None:
+        problem, schedule, words = self.problem, self.schedule, self.words
         self.two_shot = schedule.grouping == "two-shot"
         self.summed = [self._pieces(rank) for rank in range(self.world)]
         self.rounds = max(map(len, self.summed))
@@ -111,7 +101,6 @@ class OneShotStage(Stage):
 
     def __init__(self, world: OneShotWorld, builder: Builder) -> None:
         super().__init__(world, builder)
-        self.world = world
         self.products: list[int] = []  # by piece, the step of its product
         self.acquired = 0  # the step that takes over the slots of the peers
         #: Whether sums run on a separate lane. On one lane, steps need no ``after``.
@@ -144,13 +133,10 @@ class OneShotStage(Stage):
         peers = () if self.world.two_shot else self.peers
         return tuple(self.world.done(peer, self.me) for peer in peers)
 
-    def _lane(self, piece: int) -> str:
-        return f"compute{piece % self.schedule.compute}"
-
     def _multiply(self, piece: int) -> None:
         """Multiply one piece of every rank in one step, and signal it to the peers."""
         me, n, k, out = self.me, self.problem.n, self.problem.k, self.world.product.name
-        lane, products = self._lane(piece), []
+        lane, products = self.compute_lane(piece), []
         for rows in self.world.made(piece):
             left, target = Region(self.a, me, *rows, 0, k), Region(out, me, *rows, 0, n)
             products.append(self._product(left, self._right(0, k, 0, n), target))
@@ -165,12 +151,12 @@ class OneShotStage(Stage):
         over the slots of the peers."""
         valid = [self.world.valid(self.me, peer) for peer in self.peers]
         posts = tuple(pieces[piece] for pieces in valid if piece < len(pieces))
-        lane = self._lane(piece)
+        lane = self.compute_lane(piece)
         if not piece:
             free = self.builder.released_by(self.peers)
             self.acquired = self.add(Step(None, lane, "acquire, tell 0", free, posts, free))
             return
-        after = () if lane == self._lane(0) else (self.acquired,)
+        after = () if lane == self.compute_lane(0) else (self.acquired,)
         self.add(Step(None, lane, f"tell {piece}", posts=posts, after=after))
 
     def _sum(self, piece: int) -> None:

@@ -127,7 +127,7 @@ class TiledScatterStage(ScatterStage):
             signals = [
                 self.world.signals(self.me, one.peer, one.peer)[one.ordinal] for one in leave
             ]
-            after = self.acquired  # peers wait for the posted signal
+            after = self.acquired.pop("compute0", ())  # peers wait for the posted signal
         else:  # signals leave no event between this lane and the others
             announced = [*leave, *(stay if self.sums else [])]
             self.announced = {unit: self._multiplied(unit) for unit in announced}

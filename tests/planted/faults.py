@@ -38,10 +38,10 @@ FAULTS = (
     Fault(
         "wrong-offset",
         "ficco/schedules/scatter.py",
-        "blocks of later ranks land in staging after a gap of the rank's own rows",
+        "blocks land in staging after a gap of the rank's own rows",
         ("plan.py::test_every_schedule_serves_every_operator",),
-        "return problem.lands(src, dst) - (problem.block(dst, dst) if src > dst else 0)",
-        "return problem.lands(src, dst)",
+        "self.staging, self.staged(dst)[0][src, owner]",
+        "self.staging, self.staged(dst)[0][src, owner] + self.problem.block(dst, dst)",
     ),
     Fault(
         "lost-signal",
