@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from unittest import mock
 import pytest
 from cases import all_exact, equal, exact
 from experts import Layer
-from hip_ranks import asking, calls, clean, double, run
+from hip_ranks import asking, calls, clean, double, on_double, run
 from ranks import Rank, caught
 from test_experts import every_way
 from test_hip import COPIED, COPY, GRAPHED, attempted, engine, replayed
@@ -47,58 +48,53 @@ def test_batches_are_exact_in_any_order(series: str, ways: str) -> None:
     assert min(counts) > 20, counts
 
 
-def _counts(at: Rank, names: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Batches and single copies of a warm call of each schedule."""
-    counts = []
-    with clean():
-        for name in names:
-            case = equal(3, 12, 16, 8, schedule=name)
-            all_exact(at, [case] * 4)
-            ficco.synchronize()
-            before = calls(BATCH), calls(COPY)
-            exact(at, case, 9)
-            ficco.synchronize()
-            counts.append((calls(BATCH) - before[0], calls(COPY) - before[1]))
-    return counts
+def _counts(at: Rank, name: str, asked: str = "copy=batch") -> tuple[int, int]:
+    """Batches and single copies of a warm call."""
+    case = equal(3, 12, 16, 8, schedule=name)
+    with clean(), asking(asked):
+        all_exact(at, [case] * 4)
+        ficco.synchronize()
+        before = calls(BATCH), calls(COPY)
+        exact(at, case, 9)
+        ficco.synchronize()
+        return calls(BATCH) - before[0], calls(COPY) - before[1]
 
 
-def _asked(at: Rank, ways: str, names: tuple[str, ...]) -> list[tuple[int, int]]:
-    with asking(ways):
-        return _counts(at, names)
-
-
-def test_neighbours_to_several_peers_are_one_call() -> None:
+@on_double(3, fresh=True, settings=NATIVE)
+def test_neighbours_to_several_peers_are_one_call(at: Rank) -> None:
     """Copies to two peers. A pulled copy waits for its peer, and a lane for each peer has no
     neighbours."""
-    names = ("shard-overlap", "hetero-fused-1d:pieces=3", *ALONE)
-    for batches in run(3, _asked, "copy=batch", names, settings=NATIVE):
-        assert batches[:2] == [(1, 0), (3, 0)]
-        assert all(count == 0 for count, _ in batches[2:])
-    for single in run(3, _asked, "", names, settings=NATIVE):
-        assert all(count == 0 for count, _ in single)
-        assert single[:2] == [(0, 2), (0, 6)]
+    for copies, name in (2, "shard-overlap"), (6, "hetero-fused-1d:pieces=3"):
+        assert _counts(at, name) == (copies // 2, 0)
+        assert _counts(at, name, "") == (0, copies)
+    for name in ALONE:
+        assert _counts(at, name)[0] == _counts(at, name, "")[0] == 0
 
 
-def _of_the_machine(at: Rank, files: list[str]) -> list[list[tuple[int, int]]]:
+def limited(folder: Path, key: str, limits: Sequence[int]) -> list[str]:
+    """Machine files with limits of their copies."""
+    base = replace(load(configs() / "mi300x-8.yaml"), ranks=3)
+    files = [str(folder / f"{most}.yaml") for most in limits]
+    for most, file in zip(limits, files, strict=True):
+        machine = replace(base, name=f"limit{most}", **{key: most})
+        save(machine, file)
+        assert load(file) == machine
+    return files
+
+
+def _of_the_machine(at: Rank, files: list[str]) -> list[tuple[int, int]]:
     counts = []
-    for file in files:
+    for file, asked in (*((file, "") for file in files), (files[0], "copy=dtod")):
         with ficco.options(machine=file):
-            counts.append(_counts(at, ("shard-overlap",)))
-    with ficco.options(machine=files[0]), asking("copy=dtod"):
-        counts.append(_counts(at, ("shard-overlap",)))
+            counts.append(_counts(at, "shard-overlap", asked))
     return counts
 
 
 def test_the_machine_file_limits_batches(tmp_path: Path) -> None:
     """Copies of 768 bytes; the variable overrides the file."""
-    base, files = replace(load(configs() / "mi300x-8.yaml"), ranks=3), []
-    for most in (768, 767, 0):
-        machine = replace(base, name=f"limit{most}", batched_copies=most)
-        files.append(str(tmp_path / f"{machine.name}.yaml"))
-        save(machine, files[-1])
-        assert load(files[-1]) == machine
+    files = limited(tmp_path, "batched_copies", (768, 767, 0))
     for counts in run(3, _of_the_machine, files, settings=NATIVE):
-        assert counts == [[(1, 0)], [(0, 2)], [(0, 2)], [(0, 2)]]
+        assert counts == [(1, 0), (0, 2), (0, 2), (0, 2)]
 
 
 def _without(at: Rank) -> tuple[list[str], str, int]:
@@ -223,9 +219,6 @@ def _cuts(at: Rank, files: list[str]) -> list[tuple[int, int]]:
 
 def test_the_machine_file_limits_copies(tmp_path: Path) -> None:
     """Pieces of 512 bytes of copies of 768, and of four rows of 2D copies."""
-    base, files = replace(load(configs() / "mi300x-8.yaml"), ranks=3), []
-    for most in (0, 512, 128):
-        files.append(str(tmp_path / f"{most}.yaml"))
-        save(replace(base, name=f"limit{most}", largest_copy=most), files[-1])
+    files = limited(tmp_path, "largest_copy", (0, 512, 128))
     for whole, halves, more in run(3, _cuts, files, settings=NATIVE):
         assert whole[0] < halves[0] < more[0] and whole[1] <= halves[1] < more[1]
