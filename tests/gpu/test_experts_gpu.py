@@ -10,6 +10,7 @@ import torch
 from experts import Layer, data, plain, weights_of
 from ranks import Rank, ranks, run
 from test_experts import LAYERS, call, every_way
+from test_hosts_experts import over
 
 pytestmark = pytest.mark.multigpu
 
@@ -35,6 +36,6 @@ def larger(at: Rank) -> None:
         torch.testing.assert_close(found.float().cpu(), wanted, rtol=0, atol=atol)
 
 
-@ranks(2, 4)
-def test_larger_blocks(world: int) -> None:
-    run(world, larger, device="cuda")
+@pytest.mark.parametrize(("hosts", "local"), [(1, 2), (1, 4), (2, 1), (2, 2)])
+def test_larger_blocks(hosts: int, local: int) -> None:
+    run(hosts * local, over, hosts, larger, device="cuda")
