@@ -31,21 +31,19 @@ LANES = ("shard-overlap", "growing", "hetero-fused-1d:pieces=3")
 ALONE = ("shard-overlap:pull", "hetero-fused-1d:copy=2", "uniform-fused-2d:pieces=2")
 
 
-def _every_schedule(at: Rank, ways: str) -> int:
+def _every_schedule(at: Rank, ways: str) -> None:
     cases = [equal(3, 12, 16, 8, schedule=name, gathered=True) for name in (*LANES, *COPIED[::5])]
     with clean(), asking(ways):
         all_exact(at, [*cases, *(case.on(rows=(5, 0, 7)) for case in cases)])
         ficco.synchronize()
-        assert BATCH in engine().capabilities().copy
-        return calls(BATCH)
+        assert BATCH in engine().capabilities().copy and calls(BATCH) > 20
 
 
 @pytest.mark.parametrize(
     ("series", "ways"), [("7", "copy=batch"), ("10", "copy=batch,columns=pack")]
 )
 def test_batches_are_exact_in_any_order(series: str, ways: str) -> None:
-    counts = run(3, _every_schedule, ways, series=series, settings=NATIVE)
-    assert min(counts) > 20, counts
+    run(3, _every_schedule, ways, series=series, settings=NATIVE)
 
 
 def _counts(at: Rank, name: str, asked: str = "copy=batch") -> tuple[int, int]:
@@ -97,48 +95,36 @@ def test_the_machine_file_limits_batches(tmp_path: Path) -> None:
         assert counts == [(1, 0), (0, 2), (0, 2), (0, 2)]
 
 
-def _without(at: Rank) -> tuple[list[str], str, int]:
+@on_double(3, fresh=True)
+def test_a_release_without_batches_copies_one_by_one(at: Rank) -> None:
+    """The HIP of ROCm 7.2 has the function, which copies one by one and refuses attributes."""
     case = equal(3, 12, 16, 8, schedule="shard-overlap")
     with warnings.catch_warnings(record=True) as raised, clean(), asking("copy=batch"):
         warnings.simplefilter("always")
         all_exact(at, [case, case.on(n=9), case.on(schedule="growing")])
         ficco.synchronize()
         copy = engine().capabilities().copy
-    return [str(one.message) for one in raised if BATCH in str(one.message)], copy, calls(BATCH)
-
-
-def test_a_release_without_batches_copies_one_by_one() -> None:
-    """The HIP of ROCm 7.2 has the function, which copies one by one and refuses attributes."""
-    first, *others = run(3, _without)
-    for _, copy, batches in (first, *others):
-        assert copy.startswith(f"{COPY}, for want of {BATCH}") and not batches
-    (warning,) = first[0]
+    assert copy.startswith(f"{COPY}, for want of {BATCH}") and not calls(BATCH)
+    warned = [str(one.message) for one in raised if BATCH in str(one.message)]
+    assert len(warned) == (at.rank == 0)
     for part in ("FICCO_HIP=copy=batch", "required HIP 7.12", "got HIP 7.2", "one by one"):
-        assert part in warning
-    assert not any(raised for raised, *_ in others)
+        assert all(part in warning for warning in warned)
 
 
-def _captured(at: Rank) -> int:
+@on_double(3, fresh=True, settings={"VERSION": NATIVE["VERSION"]})
+def test_graphs_hold_single_copies(at: Rank) -> None:
+    """A batch in a capture is a violation of the double."""
     with asking("copy=batch"):
         replayed(at, (LANES[0], *GRAPHED[1:3]), 6)
-    return calls(BATCH)
+    assert calls(BATCH)
 
 
-def test_graphs_hold_single_copies() -> None:
-    """A batch in a capture is a violation of the double."""
-    assert all(run(3, _captured, settings={"VERSION": NATIVE["VERSION"]}))
-
-
-def _exact_rows(at: Rank) -> int:
-    layer = Layer((7, 0, 5), experts=6, top_k=2)
-    with clean(), asking("copy=batch"):
-        every_way(at, layer)
-    return calls(BATCH)
-
-
-def test_rows_of_experts_are_batches() -> None:
+@on_double(3, fresh=True, settings=NATIVE, timeout=120)
+def test_rows_of_experts_are_batches(at: Rank) -> None:
     """Rows of each expert of a peer are a copy; a call may have none for it."""
-    assert all(run(3, _exact_rows, settings=NATIVE, timeout=120))
+    with asking("copy=batch"):
+        every_way(at, Layer((7, 0, 5), experts=6, top_k=2))
+    assert calls(BATCH)
 
 
 def _failing(at: Rank) -> tuple[Any, Any]:
@@ -163,7 +149,8 @@ def test_a_batch_that_fails_is_named() -> None:
         assert BATCH in outcome.fields["reasons"][1]
 
 
-def _violations(at: Rank) -> list[str]:
+@on_double(1, fresh=True, settings={"VERSION": NATIVE["VERSION"]})
+def test_the_double_refuses_batches_that_depend_on_their_order(at: Rank) -> None:
     import numpy as np
     from hip import hip
 
@@ -171,7 +158,7 @@ def _violations(at: Rank) -> list[str]:
     from ficco.errors import BackendError
 
     hip.hipSetDevice(0)
-    stream, seen = hip.hipStreamCreateWithPriority(1, 0)[1], []
+    stream = hip.hipStreamCreateWithPriority(1, 0)[1]
     memory = int(hip.hipMalloc(4096)[1])
 
     def batch(dst: list[int], src: list[int], sizes: list[int]) -> None:
@@ -180,27 +167,20 @@ def _violations(at: Rank) -> list[str]:
 
     hip_api.start()
     batch([0, 512], [1024, 1024], [512, 512])  # one source for two copies
-    for wrong in (
-        ([0, 511], [1024, 2048], [512, 512]),  # both write a byte
-        ([0, 1024], [1024, 2048], [512, 512]),  # the second writes the source of the first
-        ([0, 512], [1024, 2048], [512, 0]),
+    order = "copies 0 and 1 depend on their order"
+    for *wrong, said in (
+        ([0, 511], [1024, 2048], [512, 512], order),  # both write a byte
+        ([0, 1024], [1024, 2048], [512, 512], order),  # the second writes the source of the first
+        ([0, 512], [1024, 2048], [512, 0], "copy 1 has no bytes"),
     ):
         with pytest.raises(BackendError, match=BATCH):
             batch(*wrong)
-        seen.append(double().double_said().decode())
+        assert said in double().double_said().decode()
         double().double_violations()
     while hip.hipStreamQuery(stream)[0]:
         pass
     hip.hipFree(memory)
     hip.hipStreamDestroy(stream)
-    return seen
-
-
-def test_the_double_refuses_batches_that_depend_on_their_order() -> None:
-    ((same, read, empty),) = run(1, _violations, settings={"VERSION": NATIVE["VERSION"]})
-    assert "copies 0 and 1 depend on their order" in same
-    assert "copies 0 and 1 depend on their order" in read
-    assert "copy 1 has no bytes" in empty
 
 
 def _cuts(at: Rank, files: list[str]) -> list[tuple[int, int]]:
