@@ -502,31 +502,28 @@ class Error(NamedTuple):
 
 
 BY_PEER, BY_NOCU, BY_KERNEL = "copy=peer", "copy=nocu", "signals=kernel"
-#: Calls that fail when an engine is made, or while it works.
+#: Calls that fail when an engine is made, or while it works, by the first that does.
+FIRSTS = {
+    (1,): "GetDeviceCount RuntimeGetVersion SetDevice DeviceCanAccessPeer DeviceEnablePeerAccess "
+    "HostMalloc StreamGetCaptureInfo ThreadExchangeStreamCaptureMode",
+    (1, 2): "Malloc MemcpyDtoDAsync LaunchHostFunc",
+    (1, 3): "MemsetAsync",
+    (1, 4): "StreamCreateWithPriority StreamWaitEvent StreamWaitValue32",
+    (1, 5): "ExtMallocWithFlags EventRecord",
+    (1, 6): "EventCreateWithFlags",
+    (1, 9): "StreamQuery",
+    (1, 5, 9): "StreamWriteValue32",
+    (2,): "EventQuery",
+    (2, 4): "IpcOpenMemHandle",
+    (2, 5): "IpcGetMemHandle",
+}
 FAILING = (
-    Error("hipGetDeviceCount", 1),
-    Error("hipRuntimeGetVersion", 1),
-    Error("hipSetDevice", 1),
-    Error("hipDeviceCanAccessPeer", 1),
-    Error("hipDeviceEnablePeerAccess", 1),
-    *(Error("hipMalloc", first) for first in (1, 2)),
-    *(Error("hipExtMallocWithFlags", first) for first in (1, 5)),
-    Error("hipHostMalloc", 1),
-    *(Error("hipMemsetAsync", first) for first in (1, 3)),
-    *(Error("hipIpcGetMemHandle", first) for first in (2, 5)),
-    *(Error("hipIpcOpenMemHandle", first) for first in (2, 4)),
-    *(Error("hipStreamCreateWithPriority", first) for first in (1, 4)),
-    *(Error("hipEventCreateWithFlags", first) for first in (1, 6)),
-    *(Error("hipEventRecord", first) for first in (1, 5)),
-    *(Error("hipStreamWaitEvent", first) for first in (1, 4)),
-    Error("hipEventQuery", 2),
-    *(Error("hipStreamQuery", first) for first in (1, 9)),
-    *(Error("hipStreamWriteValue32", first) for first in (1, 5, 9)),
-    *(Error("hipStreamWaitValue32", first) for first in (1, 4)),
-    *(Error("hipMemcpyDtoDAsync", first) for first in (1, 2)),
-    *(Error("hipLaunchHostFunc", first) for first in (1, 2)),
-    Error("hipStreamGetCaptureInfo", 1),
-    Error("hipThreadExchangeStreamCaptureMode", 1),
+    *(
+        Error(f"hip{name}", first)
+        for firsts, names in FIRSTS.items()
+        for name in names.split()
+        for first in firsts
+    ),
     # The first of an engine is tried on a rectangle within 16 bytes.
     Error("hipMemcpy2DAsync", 2, "hetero-fused-2d:pieces=2"),
     Error("hipMemcpyPeerAsync", 1, ways=BY_PEER),

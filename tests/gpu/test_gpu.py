@@ -28,7 +28,6 @@ from ranks import (
     Failure,
     Rank,
     backend_on_gpus,
-    caught,
     gave_up,
     leave,
     need_own_gpus,
@@ -173,40 +172,23 @@ def test_tiled_operators_are_exact(world: int) -> None:
 
 # Refusals.
 
-#: The error, and words of it.
-REFUSED = {
-    "cpu tensors": ("ValueError", ("CUDA tensor", "NCCL", "gloo", "move")),
-    "b on the cpu": ("ValueError", ("one device", "cuda:0", "cpu", "move")),
-    "a on the cpu": ("ValueError", ("cpu",)),
-    "float64": ("NotImplementedError", ("float64", "bfloat16")),
-    "fp8": ("ValueError", ("float8_e4m3fn", "scale_a, scale_b")),
-}
-
-
-def _refused(at: Rank) -> dict[str, Any]:
-    a, b = torch.ones(4, 8, device=at.device), torch.ones(8, 6, device=at.device)
-    narrow = torch.float8_e4m3fn
-    calls: dict[str, Any] = {
-        "cpu tensors": (a.cpu(), b.cpu()),
-        "b on the cpu": (a, b.cpu()),
-        "a on the cpu": (a.cpu(), b),
-        "float64": (a.double(), b.double()),
-        "fp8": (a.to(narrow), b.to(narrow)),
-    }
-    found = {}
-    for what, operands in calls.items():
-        found[what] = caught(lambda of=operands: ficco.all_gather_matmul(*of))
-        exact(at, equal(at.world, 4, 8, 6), 0)
-    return found
-
 
 @pytest.mark.gpu
-def test_refused_on_a_gpu() -> None:
-    (found,) = run(1, _refused, device="cuda")
-    for what, (kind, words) in REFUSED.items():
-        assert isinstance(found[what], Failure) and found[what].type == kind, found[what]
-        for word in words:
-            assert word in found[what].text
+@on_ranks(1)
+def test_refused_on_a_gpu(at: Rank) -> None:
+    a, b = torch.ones(4, 8, device=at.device), torch.ones(8, 6, device=at.device)
+    narrow = torch.float8_e4m3fn
+    for operands, kind, words in (
+        ((a.cpu(), b.cpu()), ValueError, ("CUDA tensor", "NCCL", "gloo", "move")),
+        ((a, b.cpu()), ValueError, ("one device", "cuda:0", "cpu", "move")),
+        ((a.cpu(), b), ValueError, ("cpu",)),
+        ((a.double(), b.double()), NotImplementedError, ("float64", "bfloat16")),
+        ((a.to(narrow), b.to(narrow)), ValueError, ("float8_e4m3fn", "scale_a, scale_b")),
+    ):
+        with pytest.raises(kind) as raised:
+            ficco.all_gather_matmul(*operands)
+        assert all(word in str(raised.value) for word in words), raised.value
+        exact(at, equal(at.world, 4, 8, 6), 0)
 
 
 # Replays of eager calls whose operands lie where they lay.
@@ -283,9 +265,9 @@ def test_recorded_calls(schedule: str, a: str, fewest: int) -> None:
         assert before == 0 and after >= fewest
 
 
-def _recorded_settings(at: Rank) -> tuple[bool, bool]:
-    """Whether calls are equal after a setting was changed and taken back, and whether while it was
-    changed."""
+@on_ranks(2)
+def test_recorded_calls_follow_the_settings_of_products(at: Rank) -> None:
+    """Calls are equal after a setting was changed and taken back, and not while it was changed."""
     group = everyone(at)
     generator = torch.Generator(at.device).manual_seed(1)
     a, b = (torch.randn(128, 128, device=at.device, generator=generator) for _ in range(2))
@@ -299,11 +281,7 @@ def _recorded_settings(at: Rank) -> tuple[bool, bool]:
             del y
     leave(group)
     same = {tf32: [torch.equal(made[False][0], y) for y in made[tf32]] for tf32 in made}
-    return all(same[False]), any(same[True])
-
-
-def test_recorded_calls_follow_the_settings_of_products() -> None:
-    assert run(2, _recorded_settings, device="cuda") == [(True, False)] * 2
+    assert all(same[False]) and not any(same[True])
 
 
 # Graphs.
