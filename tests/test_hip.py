@@ -45,7 +45,7 @@ from cases import (
 )
 from hip_ranks import SERIES, asking, calls, clean, compiling, double, on_double, run
 from ranks import Died, Failure, Rank, caught, gave_up, missing
-from test_all_gather_matmul import KNOBS, NAMES, _two_groups_at_once, named, random_case
+from test_all_gather_matmul import KNOBS, NAMES, _two_groups_at_once, named
 
 import ficco
 import ficco.dma.gpu
@@ -147,7 +147,14 @@ def test_jittered(at: Rank) -> None:
         under_way = []
         cap = 1 << 16 if first // together % 2 else None
         for iteration in range(first, first + together):
-            case = random_case(choice, 3, "cpu").on(schedule=schedules[iteration])
+            case = Case(
+                tuple(choice.randrange(12) for _ in range(3)),
+                choice.choice((1, 7, 16, 40)),
+                choice.choice((1, 5, 16)),
+                dtype=choice.choice(DTYPES),
+                schedule=schedules[iteration],
+                gathered=choice.random() < 0.3,
+            )
             made = make(at, case, iteration)
             with ficco.options(workspace_bytes=cap):
                 under_way.append((case, call(case, made.a, made.b), made))
