@@ -25,7 +25,6 @@ def test_tokens_of_few_experts(world: int, split: str) -> None:
 
 
 def larger(at: Rank) -> None:
-    """Larger blocks, in bfloat16."""
     layer = Layer((700,) * at.world, 4 * at.world, 2, 64, 32, 512, True, dtype=torch.bfloat16)
     for iteration, name in enumerate(("shard-overlap", "growing:compute=2,copy=2", "serial")):
         given = data(layer, at.rank, iteration)

@@ -68,7 +68,6 @@ def test_what_the_library_takes(recipe: str) -> None:
 
 
 def _jitter(at: Rank, seed: int, calls: int) -> int:
-    """Calls of all kinds."""
     chance = random.Random(seed)
     by_nccl = backend_on_gpus(at.world) == "nccl"
     names = [

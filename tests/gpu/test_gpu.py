@@ -89,12 +89,10 @@ def on_hopper_only(*parameters: Any) -> list[Any]:
 
 
 def everyone(at: Rank) -> Any:
-    """A group of all ranks with nothing of ficco's in it yet."""
     return dist.new_group(list(range(at.world)))
 
 
 def settle(at: Rank) -> None:
-    """Every rank is here and its GPU is idle."""
     at.barrier()
     torch.cuda.synchronize()
 
@@ -126,7 +124,6 @@ def on_device(at: Rank, name: str, case: subjects.Case, iteration: int) -> list[
 def called(
     name: str, case: subjects.Case, given: Sequence[torch.Tensor], group: Any = None
 ) -> list[torch.Tensor]:
-    """The results of a call of :func:`on_device` operands."""
     subject, count = SUBJECTS[name], len(SUBJECTS[name].operands)
     operands = subject.laid_out(case, list(given[:count]))
     return subject.call(case, operands, list(given[count:]), group=group)
@@ -135,7 +132,6 @@ def called(
 def right(
     at: Rank, name: str, case: subjects.Case, iteration: int, results: Sequence[torch.Tensor]
 ) -> None:
-    """Fail unless the results of a rank are those of its subject."""
     wanted = reference(SUBJECTS[name], case, at.world, iteration)[1][at.rank]
     for one, want in zip(results, wanted, strict=True):
         about = f"rank {at.rank}, iteration {iteration}, {name}, {case}"
@@ -213,7 +209,6 @@ class Resident:
 
 
 def recorded(group: Any) -> int:
-    """How many calls of a group were recorded."""
     return sum(len(workspace.engine.replayed) for workspace in workspaces(group))
 
 
@@ -966,7 +961,6 @@ def test_host_that_runs_ahead_is_no_fault(at: Rank, schedule: str) -> None:
 
 
 def _out_of_memory(at: Rank, victim: int) -> dict[str, Any]:
-    """One rank has no memory for the result of a call."""
     group = everyone(at)
     exact(at, equal(at.world, 32, 64, 32, schedule="hetero-fused-1d"), 0, group)
     case = equal(at.world, 1 << 16, 32, 1 << 10, schedule="hetero-fused-1d")

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.multigpu
 
 
 def _jitter(at: Rank, save: bool, calls: int) -> int:
-    """Forwards and backwards in flight on one group."""
     kinds = []
     for iteration, name in enumerate((*OPERATORS, "experts", "ulysses_project") * 2):
         ((_, case),) = alike(name, at.world, ["growing"])

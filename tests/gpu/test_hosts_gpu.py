@@ -88,7 +88,6 @@ def test_more_calls_than_queues_hold(world: int, connections: int) -> None:
 
 
 def _jitter(at: Rank, hosts: int, calls: int) -> int:
-    """Callers' streams take turns on one network lane, ranks out of step."""
     kinds = []
     for name in OPERATORS:
         names = ("hetero-fused-1d:pieces=3", "growing", "uniform-fused-2d")

@@ -122,7 +122,6 @@ def test_bandwidth_is_that_of_a_copy() -> None:
 
 
 def _enqueued(at: Rank, schedule: str, signals: str) -> list[str]:
-    """What a call gives to streams beside products, in order."""
     group = torch.distributed.new_group(list(range(at.world)))
     case = equal(at.world, 64, 48, 32, dtype="bfloat16", schedule=schedule)
     with ficco.options(signals=signals):

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.multigpu
 
 
 def served() -> Any:
-    """Counts the calls of one library for several documents."""
     return mock.patch.object(libraries, "flash_of_several", wraps=libraries.flash_of_several)
 
 

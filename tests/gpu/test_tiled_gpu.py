@@ -253,7 +253,6 @@ def test_tiles_wait_for_their_rows(chosen: Chosen, cut: Cut) -> None:
 
 @pytest.mark.parametrize("cut", Cut, ids=lambda cut: cut.name)
 def test_announced_rows_are_stored(chosen: Chosen, cut: Cut) -> None:
-    """A stream waits for each word, then a copy engine reads those rows."""
     departures = torch.cuda.Stream()
     for call, _, what in attempts(chosen, cut, torch.float16, False, gated=False):
         announces = call.tiles.work.announces
