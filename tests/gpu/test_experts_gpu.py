@@ -1,5 +1,4 @@
-"""Layers of experts on GPUs: routes that the contract does not have, and larger blocks. With
-``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
+"""Layers of experts on GPUs: routes that the contract does not have, and larger blocks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Operands and layers of float8 on GPUs: what the library takes, and calls out of step.
-
-With ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a card, which proves results and no speed.
-"""
+"""Operands and layers of float8 on GPUs: what the library takes, and calls out of step."""
 
 from __future__ import annotations
 
