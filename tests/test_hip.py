@@ -65,7 +65,6 @@ pooled = partial(run, fresh=False)
 
 
 def engine() -> Any:
-    """The engine of this rank's calls."""
     (found,) = (workspace.engine for workspace in workspaces())
     assert found.name == "hip"
     return found
@@ -248,13 +247,11 @@ GRAPHED = (
 
 
 def value_of(result: Any) -> Any:
-    """The value of a call of the binding, which must not fail."""
     assert not result[0], result
     return result[1] if len(result) > 1 else None
 
 
 def drain(stream: Any) -> None:
-    """Wait until a stream is idle."""
     from hip import hip
 
     while (error := hip.hipStreamQuery(stream)[0]) and error.name == "hipErrorNotReady":
@@ -280,7 +277,6 @@ class Graphed:
         value_of(hip.hipGraphDestroy(graph))
 
     def exact(self, iteration: int) -> None:
-        """One replay, checked in every element."""
         wanted = [make(self.at, case, iteration) for case in self.cases]
         for mine, new in zip(self.made, wanted, strict=True):
             mine.a.copy_(new.a)
@@ -770,7 +766,6 @@ REFUSED: tuple[tuple[dict[str, int], dict[str, tuple[str, ...]]], ...] = (
 
 
 def first_calls(at: Rank, asked: Sequence[str]) -> list[tuple[Any, int]]:
-    """What the first calls of engines lead to, and what they leave."""
     build.clang.cache_clear()  # the server of ranks may have found one
     found = []
     for signals in asked:
@@ -932,7 +927,6 @@ def test_double_is_strict() -> None:
 
 
 def _shared(at: Rank) -> Violations:
-    """Violations with memory of another process."""
     from hip import hip
 
     found, get, everyone = Violations(), value_of, [b"", b""]
@@ -997,7 +991,6 @@ def test_double_aborts_at_exit(script: str, said: tuple[str, ...]) -> None:
 
 
 def _codes(at: Rank) -> tuple[dict[str, int], dict[str, int]]:
-    """Errors by their names, of the library and of the binding."""
     from hip import hip
 
     library = ctypes.CDLL(os.environ[hip_ranks.LIBRARY])

@@ -40,7 +40,6 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def compiler(finder: Callable[[], Compiler]) -> Compiler:
-    """A compiler that the test is about."""
     try:
         return finder()
     except CompilerNotFound as error:
@@ -48,7 +47,6 @@ def compiler(finder: Callable[[], Compiler]) -> Compiler:
 
 
 def output(*command: object) -> str:
-    """What a command prints; it must succeed."""
     found = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
     return found.stdout + found.stderr
@@ -393,7 +391,6 @@ class HostBinding:
                 self.in_turn(block, threads, kernel, arguments)
 
     def in_turn(self, block: int, threads: int, kernel: Any, arguments: Any) -> None:
-        """The threads of a block, one after the other."""
         for thread in range(threads):
             self.library.become(block, thread)
             kernel(*arguments.arguments)
@@ -471,8 +468,6 @@ ROWS = (0, 224, 0, 224, 200, 600)
 
 
 class Area(NamedTuple):
-    """What is copied to several places, and where it should lie."""
-
     dst: torch.Tensor
     wanted: torch.Tensor
     src: torch.Tensor  # the launch has its address
@@ -504,7 +499,6 @@ def rectangle(
     stream: Any = None,
     blocks: int = launch.PEER_BLOCKS,
 ) -> None:
-    """Copy within random bytes, and compare all of them with what should be there."""
     found, (_, dst_pitch, _, *rest) = in_places(shape, 1, 0, device), shape
     kernels.copies(found.ends, (dst_pitch, *rest), stream, blocks)
     assert torch.equal(found.dst, found.wanted), shape
@@ -980,7 +974,6 @@ def test_a_sum_in_place(on_host: Kernels) -> None:
 
 
 def test_refused_arguments(on_host: Kernels) -> None:
-    """Each with words of its error."""
     x, few = torch.ones(4, 6), torch.zeros(3, 4).bfloat16()
     mean, lse = torch.zeros(1, 2, 3, 8).bfloat16(), torch.zeros(1, 2, 3)
     gated, rows, out = (torch.zeros(*shape).bfloat16() for shape in ((3, 16), (5, 8), (3, 8)))
@@ -1280,8 +1273,6 @@ TARGET = Target("cuda", "sm_90")
 
 
 class Counted:
-    """A compiler that counts, and may fail."""
-
     def __init__(self, version: str = "1", error: str = "") -> None:
         self.version, self.error, self.calls = version, error, 0
 

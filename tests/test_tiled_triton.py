@@ -129,7 +129,6 @@ class Call:
         return self.prepared.launch(self.a, self.b, self.out, stream, self.scales)
 
     def verify(self, what: object = "", late: int = 0) -> None:
-        """The results are exact, what lies around them is NaN."""
         self.settle()
         assert int(self.words[-1]) == late, f"{what}: late is {self.words[-1]}"
         for product, (out, exact) in enumerate(zip(self.out, self.exact, strict=True)):
@@ -149,7 +148,6 @@ class Call:
 def interpreted(
     tiles: TileList, dtype: torch.dtype = torch.bfloat16, b_rows: bool = True, limit_s: float = 60.0
 ) -> Call:
-    """A call in the interpreter, with operands."""
     call = Call(HostProducts(tiles.clusters), tiles, dtype, b_rows, limit_s=limit_s)
     call.fill(1)
     return call
@@ -192,7 +190,6 @@ def test_a_launch_is_enqueued_again() -> None:
 
 @contextmanager
 def beside(work: Callable[[], None]) -> Iterator[None]:
-    """Another thread works meanwhile."""
     thread = threading.Thread(target=work)
     thread.start()
     yield
@@ -225,7 +222,6 @@ def test_tiles_wait_for_their_rows(
 
 @pytest.mark.parametrize(("rows", "cut"), [((100,), Cut.NONE), ((65, 33), Cut.END)])
 def test_announced_rows_are_stored(rows: tuple[int, ...], cut: Cut, turns: None) -> None:
-    """Another thread reads rows as soon as their word is set."""
     work = Work(rows, 40, 1024, (), spans(random.Random(2), rows, 5))
     call = interpreted(made(work, cut, 6))
     early, wanted = list[int](), call.exact
