@@ -22,6 +22,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,25 +31,25 @@ sys.path[:0] = [str(HERE), str(HERE.parent), *(str(HERE / room) for room in ("gp
 # Processes that are started later begin with this.
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:4] + [os.environ.get("PYTHONPATH", "")])
 
-import cases as gathers  # noqa: E402
 import hip_ranks  # noqa: E402
 import pytest  # noqa: E402
 import ranks  # noqa: E402
-import test_operators as operators  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from cases import Case, call, equal, exact, make, verify  # noqa: E402
+from cases import all_exact, call, equal, exact, make, verify  # noqa: E402
 from ranks import Rank, leave  # noqa: E402
-from test_all_gather_matmul import KINDS, KNOBS, NAMES, named  # noqa: E402
+from subjects import SUBJECTS  # noqa: E402
+from test_all_gather_matmul import KINDS, random_case  # noqa: E402
+from test_gpu import Graphed, all_right, drawn, everyone, graphed_by  # noqa: E402
 
 import ficco  # noqa: E402
 from ficco.dma import WAYS  # noqa: E402
+from ficco.problems.products import OPERATORS  # noqa: E402
 from ficco.runtime.workspace import workspaces  # noqa: E402
 from ficco.tools import doctor  # noqa: E402
 from ficco.tools.bench.frames import commit  # noqa: E402
 
 TITLE = "HIP API forwarded to CUDA on NVIDIA"
-DTYPES = ("bfloat16", "float16", "float32")
 #: Cycles of torch.cuda._sleep that take about 100 us.
 MOMENT = 180_000
 
@@ -62,14 +63,12 @@ def engine() -> Any:
 # Parts. Each runs on every rank, with the HIP engine chosen, and says what it has done.
 
 
-def exactly(at: Rank, calls: Sequence[Any]) -> str:
+def exactly(at: Rank, calls: Sequence[Any], check: Any = all_right) -> str:
     """Calls one behind the other, each compared in every element."""
-    for iteration, case in enumerate(calls):
-        ours = operators if isinstance(case, operators.Case) else gathers
-        ours.exact(at, case, iteration)
+    count = check(at, calls)
     ficco.synchronize()
     assert engine().name == "hip"
-    return f"{len(calls)} calls exact"
+    return f"{count} calls exact"
 
 
 def jittered(at: Rank, count: int, together: int = 8) -> str:
@@ -78,7 +77,7 @@ def jittered(at: Rank, count: int, together: int = 8) -> str:
     exact(at, equal(at.world, 8, 8, 8, schedule="growing"), 0)
     choice, mine = random.Random(11), random.Random(at.rank)
     for first in range(0, count, together):
-        some = [_any_case(choice, at.world) for _ in range(together)]
+        some = [random_case(choice, at.world, "cuda") for _ in range(together)]
         made = [make(at, case, first + i) for i, case in enumerate(some)]
         torch.cuda.synchronize()
         cap = choice.choice((None, at.world << 15))  # room for the largest step there can be
@@ -93,17 +92,6 @@ def jittered(at: Rank, count: int, together: int = 8) -> str:
     return f"{count} calls exact, {together} at a time"
 
 
-def _any_case(choice: random.Random, world: int) -> Case:
-    return Case(
-        tuple(choice.randrange(48) for _ in range(world)),
-        choice.choice((1, 7, 64, 128)),
-        choice.choice((1, 5, 64)),
-        dtype=choice.choice(DTYPES),
-        schedule=named(choice.choice(NAMES), choice.choice(KNOBS)),
-        gathered=choice.random() < 0.3,
-    )
-
-
 def _delay(chance: random.Random) -> None:
     """Keep the caller's stream and some lanes busy for a moment."""
     for _, stream in sorted(engine()._streams[False].items()):
@@ -115,11 +103,9 @@ def _delay(chance: random.Random) -> None:
 
 def graphs(at: Rank, replays: int) -> str:
     """Captured calls, replayed with new operands between eager ones."""
-    from test_gpu import Graphed, graphed_by
-
     schedules = graphed_by(dist.get_backend())
     for schedule in schedules:
-        group = dist.new_group(list(range(at.world)))
+        group = everyone(at)
         case = equal(at.world, 48, 64, 40, dtype="bfloat16", schedule=schedule, gathered=True)
         other = equal(at.world, 31, 24, 8, dtype="float16", schedule="hetero-fused-1d:pieces=3")
         exact(at, case, 0, group)
@@ -146,31 +132,16 @@ class Part(NamedTuple):
 
 
 def parts(world: int, calls: int) -> dict[str, Part]:
-    every = [
-        equal(world, 24, 40, 16, dtype=DTYPES[i % 3], schedule=named(name, knobs))
-        for name in NAMES
-        for i, knobs in enumerate(KNOBS)
-    ]
-    every += [case.on(rows=(17,) * world, k=23, n=9, gathered=True) for case in every[::-1]]
-    chance = random.Random(5)
-    others = [
-        operators.Case(
-            operator,
-            operators.rows_for(operator, world, chance.choice(("equal", "ragged", "few"))),
-            chance.choice((8, 24, 64)),
-            chance.choice((1, 8, 40)),
-            chance.choice(DTYPES),
-            schedule,
-            chance.random() < 0.5,
-        )
-        for operator in operators.OPERATORS
-        for schedule in operators.schedules_of(operator)
-    ]
+    every = {
+        name: drawn(name, world, SUBJECTS[name].schedules(world), ("equal", "uneven", "few"))
+        for name in (*OPERATORS, "all_gather_matmul, gathered")
+    }
+    gathers = [*every.pop("all_gather_matmul"), *every.pop("all_gather_matmul, gathered")]
     large = [equal(world, 1024, 2048, 512, dtype="bfloat16", schedule=name) for name in KINDS]
     found = {
-        "exact": Part(exactly, (every,), 200),
-        "large": Part(exactly, (large,)),
-        "operators": Part(exactly, (others,), 200),
+        "exact": Part(exactly, (gathers,), 200),
+        "large": Part(exactly, (large, all_exact)),
+        "operators": Part(exactly, ([*chain(*every.values())],), 200),
         "jittered": Part(jittered, (calls,), 200),
         "graphs": Part(graphs, (20,), 150),
     }
@@ -180,7 +151,7 @@ def parts(world: int, calls: int) -> dict[str, Part]:
             # To load a kernel may wait for those that run, and some of these wait for peers.
             eager = {"CUDA_MODULE_LOADING": "EAGER"} if value == "kernel" else {}
             env = {"FICCO_HIP": f"{what}={value}", **eager}
-            found[f"FICCO_HIP={what}={value}"] = Part(exactly, (every[::7],), env=env)
+            found[f"FICCO_HIP={what}={value}"] = Part(exactly, (gathers[::7],), env=env)
     return found
 
 

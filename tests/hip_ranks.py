@@ -7,20 +7,21 @@ import ctypes
 import fcntl
 import gc
 import hashlib
+import inspect
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import host_gpu
 import ranks
-from ranks import Rank, missing
+from ranks import Body, Rank, missing
 
 import ficco
 from ficco.errors import BackendError
@@ -121,6 +122,31 @@ def run(
     if WHEEL not in env:
         env[WHEEL] = str(wheel(series))
     return ranks.run(world, partial(_with_library, fn), *args, fresh=fresh, env=env, **kwargs)
+
+
+def on_double(world: int, **how: Any) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of a function of a rank, as :func:`ranks.on_ranks`: it violates nothing and leaks
+    nothing. ``how`` has arguments of :func:`run`; the ranks stay for the next test unless it says
+    otherwise."""
+
+    def test_of(body: Callable[..., None]) -> Any:
+        parameters = [*inspect.signature(body).parameters.values()][1:]
+
+        @wraps(body)
+        def test(**arguments: Any) -> None:
+            values = (arguments[one.name] for one in parameters)
+            where = {"fresh": False, **how}
+            run(world, _cleanly, Body(body.__module__, body.__name__), *values, **where)
+
+        vars(test).update(body=body, __signature__=inspect.Signature(parameters))
+        return test
+
+    return test_of
+
+
+def _cleanly(at: Rank, fn: Callable[..., None], *args: Any) -> None:
+    with clean():
+        fn(at, *args)
 
 
 def bind(folder: str) -> None:

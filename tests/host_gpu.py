@@ -72,7 +72,6 @@ class HostTensors:
             yield
 
     def lane(self, name: str) -> Any:
-        """The stream of a name, made when first asked for."""
         if name not in self.named:
             self.named[name] = self.stream(self.make_stream(self._priority(name)))
         return self.named[name]
@@ -192,7 +191,6 @@ class HostTensors:
 
 
 def _storages(call: Call) -> list[torch.UntypedStorage]:
-    """Memory of a call that copies read."""
     found = [tensor.untyped_storage() for tensor in call.tensors.values()]
     return [storage for storage in found if storage.nbytes()]
 
@@ -305,7 +303,6 @@ def _hip_on_host() -> type:
 def hip_engine(
     group: Any, device: torch.device, signals: str, timeout_s: float, hosts: Any = None
 ) -> GpuEngine:
-    """The HIP engine, on the double for tensors on the CPU."""
     from ficco.dma import hip_api as hip
     from ficco.dma import hip_driver
 
@@ -317,5 +314,4 @@ def hip_engine(
 
 
 def serve_cpu_tensors() -> None:
-    """Let the HIP engine of this process serve them, where its library is a double."""
     ENGINES["hip"] = __name__, "hip_engine"

@@ -43,7 +43,7 @@ from cases import (
     timed,
     verify,
 )
-from hip_ranks import SERIES, asking, calls, clean, compiling, double, run
+from hip_ranks import SERIES, asking, calls, clean, compiling, double, on_double, run
 from ranks import Died, Failure, Rank, caught, gave_up, missing
 from test_all_gather_matmul import KNOBS, NAMES, _two_groups_at_once, named
 
@@ -65,7 +65,6 @@ pooled = partial(run, fresh=False)
 
 
 def engine() -> Any:
-    """The engine of this rank's calls."""
     (found,) = (workspace.engine for workspace in workspaces())
     assert found.name == "hip"
     return found
@@ -78,171 +77,136 @@ def pointer(stream: Any) -> int:
 # Results.
 
 
-def exact_and_clean(at: Rank, cases: list[Case]) -> None:
-    with clean():
-        before = calls(COPY)
-        all_exact(at, cases)
-        ficco.synchronize()
-        assert engine().work.index == at.rank
-        assert at.world == 1 or calls(COPY) > before
+@on_double(2)
+def test_layouts(at: Rank) -> None:
+    before = calls(COPY)
+    for name in ("growing", "uniform-fused-2d:pieces=3,pull"):
+        ragged = Case((5, 8), 11, 6, dtype="bfloat16", schedule=name)
+        for layout in A_LAYOUTS + SYMMETRIC_LAYOUTS:
+            whole = equal(2, 12, 20, 8, gathered=True, schedule=name)
+            all_exact(at, [whole.on(a=layout), ragged.on(a=layout)])
+    ficco.synchronize()
+    assert engine().work.index == at.rank and calls(COPY) > before
 
 
-def test_layouts() -> None:
-    cases = [
-        case.on(a=layout, schedule=name)
-        for layout in A_LAYOUTS + SYMMETRIC_LAYOUTS
-        for name in ("growing", "uniform-fused-2d:pieces=3,pull")
-        for case in (equal(2, 12, 20, 8, gathered=True), Case((5, 8), 11, 6, dtype="bfloat16"))
-    ]
-    pooled(2, exact_and_clean, cases)
-
-
-def _memory_while_others_call(at: Rank) -> None:
-    ficco.set_options(engine="hip", on_timeout="raise", timeout_s=20)  # of other threads, too
-    with clean():
-        _two_groups_at_once(at, 12)
-
-
-def test_memory_is_freed_while_no_thread_has_a_call_in_flight() -> None:
+@on_double(2, fresh=True, series="7", settings={"JITTER_US": 300})
+def test_memory_is_freed_while_no_thread_has_a_call_in_flight(at: Rank) -> None:
     """hip-python 7.2 keeps the interpreter while hipFree waits for the device, so that calls of
     other threads that are half enqueued would not go on."""
-    run(2, _memory_while_others_call, series="7", settings={"JITTER_US": 300})
+    ficco.set_options(engine="hip", on_timeout="raise", timeout_s=20)  # of other threads, too
+    _two_groups_at_once(at, 12)
 
 
-def _tiled(at: Rank, cases: list[Case], scattered: list[operators.Case]) -> Failure:
+def _tiled(at: Rank) -> None:
     with clean():
+        cases = [
+            Case((33, 7), 72, 40, dtype=dtype, schedule=name, gathered=True)
+            for dtype, name in (("bfloat16", "tiled"), ("float16", "tiled:pieces=3,order=piece"))
+        ]
         all_exact(at, cases)
-        operators.all_exact(at, scattered)
+        for operator, dtype, name in (
+            ("matmul_reduce_scatter", "bfloat16", "tiled:pieces=2,pull"),
+            ("matmul_all_to_all", "float16", "tiled:tail=2"),
+        ):
+            rows = operators.rows_for(operator, 2, "ragged")
+            operators.exact(at, operators.Case(operator, rows, 24, 40, dtype, name), 0)
         # A slot's next call of a kind, whose operands lie elsewhere.
         apart = [make(at, cases[0], iteration) for iteration in range(SLOTS + 1)]
         for made in apart:
             verify(cases[0], call(cases[0], made.a, made.b), made, f"rank {at.rank}:")
         ficco.synchronize()
         assert engine().capabilities().tiles
-        return caught(lambda: exact(at, cases[0].on(dtype="float32"), 0))
+        with pytest.raises(NotImplementedError, match="bfloat16 or float16"):
+            exact(at, cases[0].on(dtype="float32"), 0)
 
 
 def test_tiled_products() -> None:
     """By Triton's interpreter; a dtype that they do not have is refused by name."""
     if find_spec("triton") is None:
         missing("triton")
-    cases = [
-        Case((33, 7), 72, 40, dtype=dtype, schedule=name, gathered=True)
-        for dtype, name in (("bfloat16", "tiled"), ("float16", "tiled:pieces=3,order=piece"))
-    ]
-    scattered = [
-        operators.Case(operator, operators.rows_for(operator, 2, "ragged"), 24, 40, dtype, name)
-        for operator, dtype, name in (
-            ("matmul_reduce_scatter", "bfloat16", "tiled:pieces=2,pull"),
-            ("matmul_all_to_all", "float16", "tiled:tail=2"),
-        )
-    ]
-    for refused in pooled(2, _tiled, cases, scattered, timeout=120):
-        assert refused.type == "NotImplementedError", refused
-        assert "bfloat16 or float16" in refused.text, refused
+    pooled(2, _tiled, timeout=120)
 
 
 # Late queues.
 
 
-def _jittered(at: Rank, count: int, together: int) -> None:
+@on_double(3, timeout=120)
+def test_jittered(at: Rank) -> None:
     """Calls of any kind while every operation of every queue is late by chance.
 
-    ``together`` calls are enqueued before anybody waits for them; every other time they share one
-    slot, so that each begins while the one before is handing it on.
+    Eight calls are enqueued before anybody waits for them; every other time they share one slot, so
+    that each begins while the one before is handing it on.
     """
-    choice = random.Random(together)
+    choice, count, together = random.Random(8), 96, 8
     schedules = choice.sample(COPIED, count)
-    with clean():
-        exact(at, equal(3, 8, 8, 8, schedule="growing"), 0)
-        engine().work.waits = False
-        double().double_jitter(200)
-        for first in range(0, count, together):
-            under_way = []
-            cap = 1 << 16 if first // together % 2 else None
-            for iteration in range(first, first + together):
-                case = Case(
-                    tuple(choice.randrange(12) for _ in range(3)),
-                    choice.choice((1, 7, 16, 40)),
-                    choice.choice((1, 5, 16)),
-                    dtype=choice.choice(DTYPES),
-                    schedule=schedules[iteration],
-                    gathered=choice.random() < 0.3,
-                )
-                made = make(at, case, iteration)
-                with ficco.options(workspace_bytes=cap):
-                    under_way.append((case, call(case, made.a, made.b), made))
-            ficco.synchronize()
-            for case, results, made in under_way:
-                verify(case, results, made, f"call {first} and following:")
-        double().double_jitter(0)
+    exact(at, equal(3, 8, 8, 8, schedule="growing"), 0)
+    engine().work.waits = False
+    double().double_jitter(200)
+    for first in range(0, count, together):
+        under_way = []
+        cap = 1 << 16 if first // together % 2 else None
+        for iteration in range(first, first + together):
+            case = Case(
+                tuple(choice.randrange(12) for _ in range(3)),
+                choice.choice((1, 7, 16, 40)),
+                choice.choice((1, 5, 16)),
+                dtype=choice.choice(DTYPES),
+                schedule=schedules[iteration],
+                gathered=choice.random() < 0.3,
+            )
+            made = make(at, case, iteration)
+            with ficco.options(workspace_bytes=cap):
+                under_way.append((case, call(case, made.a, made.b), made))
+        ficco.synchronize()
+        for case, results, made in under_way:
+            verify(case, results, made, f"call {first} and following:")
+    double().double_jitter(0)
 
 
-def test_jittered() -> None:
-    pooled(3, _jittered, 96, 8, timeout=120)
-
-
-def _one_queue_late(at: Rank) -> None:
+@on_double(3)
+def test_one_queue_is_late(at: Rank) -> None:
     """Queue by queue: late on one rank, while all others are prompt."""
     names = ("growing:pull", "hetero-fused-1d:pieces=2,copy=2,compute=2")
     cases = [equal(3, 12, 16, 8, schedule=name) for name in names]
-    with clean():
-        all_exact(at, cases)
-        queues = engine().work.named
-        assert {"caller", "compute1", "copy0", "copy1", "sync"} <= queues.keys()
-        for turn, name in enumerate(sorted(queues)):
-            mine = turn % 3 == at.rank
-            assert not mine or not double().double_delay(pointer(queues[name]), 1000)
-            all_exact(at, cases, 10 * (turn + 1))
-            double().double_delay(pointer(queues[name]), 0)
+    all_exact(at, cases)
+    queues = engine().work.named
+    assert {"caller", "compute1", "copy0", "copy1", "sync"} <= queues.keys()
+    for turn, name in enumerate(sorted(queues)):
+        mine = turn % 3 == at.rank
+        assert not mine or not double().double_delay(pointer(queues[name]), 1000)
+        all_exact(at, cases, 10 * (turn + 1))
+        double().double_delay(pointer(queues[name]), 0)
 
 
-def test_one_queue_is_late() -> None:
-    pooled(3, _one_queue_late)
-
-
-def _late_trial(at: Rank) -> None:
+@on_double(2)
+def test_a_trial_of_signals_disturbs_no_call_that_has_begun(at: Rank) -> None:
     """Rank 0 tries late whether its writes reach a peer, whose first call has begun by then, and
     hands its slot on late: a trial that told the peer the slot is free would be believed."""
     case = equal(2, 8, 8, 8, schedule="shard-overlap:pull")
-    with clean(), ficco.options(workspace_bytes=1 << 20, timeout_s=8):
+    with ficco.options(workspace_bytes=1 << 20, timeout_s=8):
         exact(at, case.on(schedule="serial:collective"), 0)  # the engine, and no words yet
         if at.rank == 0:
             side, sync = engine().side.handle, engine().work.lane("sync")
             for stream, us in ((side, 60_000), (sync, 20_000)):
                 assert not double().double_delay(pointer(stream), us)
-        for iteration in range(3):
-            exact(at, case, iteration)
+        all_exact(at, [case] * 3)
 
 
-def test_a_trial_of_signals_disturbs_no_call_that_has_begun() -> None:
-    pooled(2, _late_trial)
-
-
-def _one_hardware_queue(at: Rank) -> None:
-    with clean():
-        exact(at, equal(3, 8, 8, 8, schedule="growing"), 0)
-        double().double_jitter(50)
-        all_exact(at, [equal(3, 12, 16, 8, schedule=schedule) for schedule in COPIED[::3]])
-        double().double_jitter(0)
-
-
-def test_streams_of_a_priority_share_one_hardware_queue() -> None:
+@on_double(3, fresh=True, settings={"HW_QUEUES": 1}, timeout=120)
+def test_streams_of_a_priority_share_one_hardware_queue(at: Rank) -> None:
     """What waits for a peer holds up all that comes behind it: the peer must not wait for that."""
-    run(3, _one_hardware_queue, settings={"HW_QUEUES": 1}, timeout=120)
-
-
-#: As on 8 MI300X, whose every link has a copy queue of its own.
-MESH = (
-    "hetero-fused-1d:copy=7",
-    "hetero-unfused-1d:pieces=4,pull,copy=7",
-    "uniform-fused-2d:pieces=2,copy=7",
-    "shard-overlap:copy=7",
-)
+    exact(at, equal(3, 8, 8, 8, schedule="growing"), 0)
+    double().double_jitter(50)
+    all_exact(at, [equal(3, 12, 16, 8, schedule=schedule) for schedule in COPIED[::3]])
+    double().double_jitter(0)
 
 
 def test_a_mesh_of_eight_has_a_copy_queue_for_each_link() -> None:
-    for name in MESH:
+    """As on 8 MI300X."""
+    for name in (
+        *("hetero-fused-1d:copy=7", "hetero-unfused-1d:pieces=4,pull,copy=7"),
+        *("uniform-fused-2d:pieces=2,copy=7", "shard-overlap:copy=7"),
+    ):
         problem = Problem("all_gather_matmul", (16,) * 8, 8, 24, "bfloat16")
         for plan in plans(problem, Schedule.parse(name)):
             ends = [(step.lane, move) for step in plan.steps if (move := step.copy)]
@@ -252,22 +216,18 @@ def test_a_mesh_of_eight_has_a_copy_queue_for_each_link() -> None:
             assert len(pairs) == 7 == len({lane for lane, _ in pairs}), "a link shares its queue"
 
 
-def _timed(at: Rank) -> None:
+@on_double(3)
+def test_times_of_steps(at: Rank) -> None:
     case = equal(3, 12, 16, 8, schedule="hetero-fused-2d:pull")
-    with clean():
-        made = make(at, case, 1)
-        out, plan, spans = timed(made, case.schedule)
-        verify(case, [out], made)
-        assert [span.step for span in spans] == list(range(len(plan.steps)))
-        assert all(0 <= span.start <= span.stop < 10 for span in spans), spans
-        by_lane: dict[str, float] = {}
-        for span in spans:
-            assert span.start >= by_lane.get(span.lane, 0), spans
-            by_lane[span.lane] = span.stop
-
-
-def test_times_of_steps() -> None:
-    pooled(3, _timed)
+    made = make(at, case, 1)
+    out, plan, spans = timed(made, case.schedule)
+    verify(case, [out], made)
+    assert [span.step for span in spans] == list(range(len(plan.steps)))
+    assert all(0 <= span.start <= span.stop < 10 for span in spans), spans
+    by_lane: dict[str, float] = {}
+    for span in spans:
+        assert span.start >= by_lane.get(span.lane, 0), spans
+        by_lane[span.lane] = span.stop
 
 
 # Graphs.
@@ -287,13 +247,11 @@ GRAPHED = (
 
 
 def value_of(result: Any) -> Any:
-    """The value of a call of the binding, which must not fail."""
     assert not result[0], result
     return result[1] if len(result) > 1 else None
 
 
 def drain(stream: Any) -> None:
-    """Wait until a stream is idle."""
     from hip import hip
 
     while (error := hip.hipStreamQuery(stream)[0]) and error.name == "hipErrorNotReady":
@@ -319,7 +277,6 @@ class Graphed:
         value_of(hip.hipGraphDestroy(graph))
 
     def exact(self, iteration: int) -> None:
-        """One replay, checked in every element."""
         wanted = [make(self.at, case, iteration) for case in self.cases]
         for mine, new in zip(self.made, wanted, strict=True):
             mine.a.copy_(new.a)
@@ -368,46 +325,36 @@ def test_replays_whose_signals_are_copies() -> None:
     run(3, replayed, GRAPHED[1:7:5], 10, settings={"PEER_WRITE": 0})
 
 
-def _refused_capture(at: Rank) -> Failure:
+@on_double(2, fresh=True, settings={"CAPTURE_WRITES": 0})
+def test_captures_are_refused_where_stream_writes_are_carried_out_at_once(at: Rank) -> None:
     from hip import hip
 
     case = equal(2, 8, 8, 8, schedule="growing")
-    with clean():
-        exact(at, case, 0)
-        assert not engine().capabilities().capture
-        made, stream = make(at, case, 1), engine().work.lane("caller")
-        value_of(hip.hipStreamBeginCapture(stream, hip.hipStreamCaptureMode(GLOBAL)))
-        found = caught(partial(call, case, made.a, made.b))
-        value_of(hip.hipGraphDestroy(value_of(hip.hipStreamEndCapture(stream))))
-        return found
+    exact(at, case, 0)
+    assert not engine().capabilities().capture
+    made, stream = make(at, case, 1), engine().work.lane("caller")
+    value_of(hip.hipStreamBeginCapture(stream, hip.hipStreamCaptureMode(GLOBAL)))
+    with pytest.raises(NotImplementedError, match="executes stream writes at once") as caught:
+        call(case, made.a, made.b)
+    assert "FICCO_HIP=signals=kernel" in str(caught.value)
+    value_of(hip.hipGraphDestroy(value_of(hip.hipStreamEndCapture(stream))))
 
 
-def test_captures_are_refused_where_stream_writes_are_carried_out_at_once() -> None:
-    for found in run(2, _refused_capture, settings={"CAPTURE_WRITES": 0}):
-        assert found.type == "NotImplementedError", found
-        for part in ("executes stream writes at once", "FICCO_HIP=signals=kernel"):
-            assert part in found.text
-
-
-def _captured_growth(at: Rank) -> None:
+@on_double(2)
+def test_captures_keep_their_memory(at: Rank) -> None:
     """The first call of all is captured; graphs keep their memory while eager calls grow."""
-    with clean():
-        exact(at, equal(2, 4, 4, 4), 0)
-        graph = Graphed(at, [equal(2, 8, 8, 8, schedule="growing")], GLOBAL)
-        for rows in (16, 64, 256):
-            graph.exact(rows)
-            exact(at, equal(2, rows, 8, 8, schedule="growing"), rows)
-            exact(at, equal(2, rows, 8, 8, schedule="growing"), rows + 1)
-        graph.exact(1000)
-        graph.destroy()
+    exact(at, equal(2, 4, 4, 4), 0)
+    graph = Graphed(at, [equal(2, 8, 8, 8, schedule="growing")], GLOBAL)
+    for rows in (16, 64, 256):
+        graph.exact(rows)
+        all_exact(at, [equal(2, rows, 8, 8, schedule="growing")] * 2, rows)
+    graph.exact(1000)
+    graph.destroy()
 
 
-def test_captures_keep_their_memory() -> None:
-    pooled(2, _captured_growth)
-
-
-def _closed_apart(at: Rank) -> None:
-    with clean(), mock.patch.object(ficco.dma.gpu, "CLOSE_S", 0.1):
+@on_double(2)
+def test_what_outlives_its_group_is_freed_later(at: Rank) -> None:
+    with mock.patch.object(ficco.dma.gpu, "CLOSE_S", 0.1):
         groups = [dist.new_group() for _ in range(3)]
         kept = ficco.empty((4, 4), group=groups[0])
         for group in groups[:2]:
@@ -417,10 +364,6 @@ def _closed_apart(at: Rank) -> None:
             at.barrier()
         del kept
         exact(at, equal(2, 8, 8, 8, schedule="growing"), 0, groups[2])
-
-
-def test_what_outlives_its_group_is_freed_later() -> None:
-    pooled(2, _closed_apart)
 
 
 # Ways of signals and of copies, by what a machine allows and what is asked for.
@@ -491,64 +434,46 @@ def test_ways_of_signals(settings: dict[str, int], ways: Sequence[Way]) -> None:
     run(3, compiling, _by, ways, series=series, settings=settings)
 
 
-def _posted(at: Rank, cases: list[Case]) -> str:
+def _posted(at: Rank) -> str:
     with clean():
-        all_exact(at, cases)
+        all_exact(at, [equal(3, 8, 12, 8, schedule=s) for s in ("growing", "shard-overlap:pull")])
         return str(engine().capabilities().post)
 
 
 def test_writes_have_to_reach_every_peer() -> None:
     """Rank 0's reach the next rank, not the one behind it: it posts by copies, to all."""
-    cases = [equal(3, 8, 12, 8, schedule=name) for name in ("growing", "shard-overlap:pull")]
-    first, *others = run(3, _posted, cases, settings={"NO_WRITE": "0:2"})
+    first, *others = run(3, _posted, settings={"NO_WRITE": "0:2"})
     assert "4-byte copy" in first and all("WriteValue32" in other for other in others)
 
 
-def _packs_on_one_rank(at: Rank) -> str:
-    cases = [equal(3, 24, 40, 16, schedule=name) for name in NAMES if "2d" in name]
-    with clean():
-        with asking("columns=pack" if at.rank == 1 else ""):
-            exact(at, cases[0], 0)
-        all_exact(at, cases)  # what the engine began with counts
-        return str(engine().capabilities().copy)
-
-
-def test_columns_are_packed_by_all_ranks_or_none() -> None:
+@on_double(3)
+def test_columns_are_packed_by_all_ranks_or_none(at: Rank) -> None:
     """Otherwise a receiver would read columns where its sender has put others."""
-    assert all(f"columns {PACKED} (asked for)" in one for one in pooled(3, _packs_on_one_rank))
+    cases = [equal(3, 24, 40, 16, schedule=name) for name in NAMES if "2d" in name]
+    with asking("columns=pack" if at.rank == 1 else ""):
+        exact(at, cases[0], 0)
+    all_exact(at, cases)  # what the engine began with counts
+    assert f"columns {PACKED} (asked for)" in str(engine().capabilities().copy)
 
 
-def _asks_in_vain(at: Rank, asked: Sequence[tuple[str, str]]) -> list[Failure]:
-    found = []
-    for ways in asked:
-        with clean(), asking(ways[at.rank]):
-            found.append(caught(lambda: exact(at, equal(2, 8, 8, 8, schedule="growing"), 0)))
-    return found
-
-
-def test_2d_copies_that_cannot_be_had_are_refused() -> None:
+@on_double(2, fresh=True, settings={"2D": 0})
+def test_2d_copies_that_cannot_be_had_are_refused(at: Rank) -> None:
     """By all ranks, also those that did not ask."""
-    asked = [("columns=2d", "columns=2d"), ("", "columns=2d"), ("columns=2d", "columns=pack")]
-    for outcome in itertools.chain(*run(2, _asks_in_vain, asked, settings={"2D": 0})):
-        assert outcome.type == "NotImplementedError"
-        assert "FICCO_HIP=columns=2d, which a rank selects, is not available" in outcome.text
+    refusal = "FICCO_HIP=columns=2d, which a rank selects, is not available"
+    for ways in ("columns=2d", "columns=2d"), ("", "columns=2d"), ("columns=2d", "columns=pack"):
+        with clean(), asking(ways[at.rank]), pytest.raises(NotImplementedError, match=refusal):
+            exact(at, equal(2, 8, 8, 8, schedule="growing"), 0)
 
 
-def _memory(at: Rank) -> list[str]:
+@on_double(1)
+def test_memory_of_pytorch_only_if_asked_for(at: Rank) -> None:
+    """Also where PyTorch is built for ROCm and has it: copies in it may go by a kernel."""
     from ficco.dma.hip_driver import HipDriver
 
-    found, meeting = [], SimpleNamespace(gather=lambda data: [data])
-    with mock.patch.object(torch.version, "hip", "7.2"):
-        for ways in ("", "memory=ipc", "memory=torch"):
-            with asking(ways):
-                driver = HipDriver(torch.device("cuda", 0), 0)
-                found.append(driver._memory(meeting))  # type: ignore[arg-type]
-    return found
-
-
-def test_memory_of_pytorch_only_if_asked_for() -> None:
-    """Also where PyTorch is built for ROCm and has it: copies in it may go by a kernel."""
-    assert pooled(1, _memory) == [["ipc", "ipc", "torch"]]
+    meeting: Any = SimpleNamespace(gather=lambda data: [data])
+    for ways, memory in ("", "ipc"), ("memory=ipc", "ipc"), ("memory=torch", "torch"):
+        with mock.patch.object(torch.version, "hip", "7.2"), asking(ways):
+            assert HipDriver(torch.device("cuda", 0), 0)._memory(meeting) == memory
 
 
 # Errors. Each ends in BackendError on the rank where it happens, or is got round; the other rank's
@@ -573,31 +498,28 @@ class Error(NamedTuple):
 
 
 BY_PEER, BY_NOCU, BY_KERNEL = "copy=peer", "copy=nocu", "signals=kernel"
-#: Calls that fail when an engine is made, or while it works.
+#: Calls that fail when an engine is made, or while it works, by the first that does.
+FIRSTS = {
+    (1,): "GetDeviceCount RuntimeGetVersion SetDevice DeviceCanAccessPeer DeviceEnablePeerAccess "
+    "HostMalloc StreamGetCaptureInfo ThreadExchangeStreamCaptureMode",
+    (1, 2): "Malloc MemcpyDtoDAsync LaunchHostFunc",
+    (1, 3): "MemsetAsync",
+    (1, 4): "StreamCreateWithPriority StreamWaitEvent StreamWaitValue32",
+    (1, 5): "ExtMallocWithFlags EventRecord",
+    (1, 6): "EventCreateWithFlags",
+    (1, 9): "StreamQuery",
+    (1, 5, 9): "StreamWriteValue32",
+    (2,): "EventQuery",
+    (2, 4): "IpcOpenMemHandle",
+    (2, 5): "IpcGetMemHandle",
+}
 FAILING = (
-    Error("hipGetDeviceCount", 1),
-    Error("hipRuntimeGetVersion", 1),
-    Error("hipSetDevice", 1),
-    Error("hipDeviceCanAccessPeer", 1),
-    Error("hipDeviceEnablePeerAccess", 1),
-    *(Error("hipMalloc", first) for first in (1, 2)),
-    *(Error("hipExtMallocWithFlags", first) for first in (1, 5)),
-    Error("hipHostMalloc", 1),
-    *(Error("hipMemsetAsync", first) for first in (1, 3)),
-    *(Error("hipIpcGetMemHandle", first) for first in (2, 5)),
-    *(Error("hipIpcOpenMemHandle", first) for first in (2, 4)),
-    *(Error("hipStreamCreateWithPriority", first) for first in (1, 4)),
-    *(Error("hipEventCreateWithFlags", first) for first in (1, 6)),
-    *(Error("hipEventRecord", first) for first in (1, 5)),
-    *(Error("hipStreamWaitEvent", first) for first in (1, 4)),
-    Error("hipEventQuery", 2),
-    *(Error("hipStreamQuery", first) for first in (1, 9)),
-    *(Error("hipStreamWriteValue32", first) for first in (1, 5, 9)),
-    *(Error("hipStreamWaitValue32", first) for first in (1, 4)),
-    *(Error("hipMemcpyDtoDAsync", first) for first in (1, 2)),
-    *(Error("hipLaunchHostFunc", first) for first in (1, 2)),
-    Error("hipStreamGetCaptureInfo", 1),
-    Error("hipThreadExchangeStreamCaptureMode", 1),
+    *(
+        Error(f"hip{name}", first)
+        for firsts, names in FIRSTS.items()
+        for name in names.split()
+        for first in firsts
+    ),
     # The first of an engine is tried on a rectangle within 16 bytes.
     Error("hipMemcpy2DAsync", 2, "hetero-fused-2d:pieces=2"),
     Error("hipMemcpyPeerAsync", 1, ways=BY_PEER),
@@ -820,36 +742,56 @@ def test_lost_memory_of_a_peer() -> None:
         assert not violations and seconds < 5, said
 
 
-# Peers that cannot be reached, and kinds of the library that cannot be used.
+# Machines and ways of signals that cannot be had.
+
+MISSING = "NotImplementedError"
+#: By what a machine has not: signals that are asked for, and the error with words of it.
+REFUSED: tuple[tuple[dict[str, int], dict[str, tuple[str, ...]]], ...] = (
+    ({"PEER": 0}, {"": (MISSING, "hipDeviceCanAccessPeer", "GPUs of one host")}),
+    ({"DEVICES": 0}, {"": ("BackendError", "hipErrorNoDevice", "amdgpu", "HIP_VISIBLE_DEVICES")}),
+    (
+        {"WAIT": 0},
+        {
+            "": (MISSING, "hipStreamWaitValue32", "hiprtc"),
+            "signal": (MISSING, "CanUseStreamWaitValue"),
+        },
+    ),
+    ({"SIGNAL_IPC": 0, "WAIT": 0}, {"": (MISSING, "install ROCm's clang")}),
+    ({"SIGNAL_IPC": 0}, {"signal": (MISSING, "signal memory that processes can share")}),
+    (
+        {},
+        {"uncached": (MISSING, "GPU_STREAMOPS_CP_WAIT=1"), "kernel": (MISSING, "clang or hiprtc")},
+    ),
+)
 
 
-def first_call(at: Rank) -> tuple[Any, int]:
-    """What the first call leads to, and what it leaves."""
+def first_calls(at: Rank, asked: Sequence[str]) -> list[tuple[Any, int]]:
     build.clang.cache_clear()  # the server of ranks may have found one
-    with ficco.options(timeout_s=3):
-        outcome = caught(lambda: exact(at, equal(at.world, 4, 4, 4, schedule="growing"), 0))
-    ficco.close()
-    return outcome, double().double_leaks()
+    found = []
+    for signals in asked:
+        with ficco.options(timeout_s=3), asking(signals and f"signals={signals}"):
+            outcome = caught(lambda: exact(at, equal(at.world, 4, 4, 4, schedule="growing"), 0))
+        ficco.close()
+        found.append((outcome, double().double_leaks()))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("settings", "kind", "words"),
-    [
-        ({"PEER": 0}, "NotImplementedError", ("hipDeviceCanAccessPeer", "GPUs of one host")),
-        ({"DEVICES": 0}, "BackendError", ("hipErrorNoDevice", "amdgpu", "HIP_VISIBLE_DEVICES")),
-        ({"WAIT": 0}, "NotImplementedError", ("hipStreamWaitValue32", "hiprtc")),
-        ({"SIGNAL_IPC": 0, "WAIT": 0}, "NotImplementedError", ("install ROCm's clang",)),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+    ("settings", "refused"), REFUSED, ids=["-".join(one) for one, _ in REFUSED]
 )
 def test_machines_that_will_not_do(
-    settings: dict[str, int], kind: str, words: tuple[str, ...]
+    settings: dict[str, int], refused: dict[str, tuple[str, ...]]
 ) -> None:
     hide = {"PATH": "/nowhere", "ROCM_PATH": "/nowhere"}  # no compiler for kernels
-    for outcome, leaks in run(2, first_call, settings=settings, env=hide):
-        assert outcome.type == kind, outcome
-        assert all(word in outcome.text for word in words), outcome.text
-        assert not leaks
+    for found in run(2, first_calls, [*refused], settings=settings, env=hide):
+        for (outcome, leaks), (signals, (kind, *words)) in zip(found, refused.items(), strict=True):
+            assert outcome.type == kind and not leaks, outcome
+            assert all(word in outcome.text for word in words), outcome.text
+            if signals:
+                assert outcome.text.count(f"FICCO_HIP=signals={signals} is not available") == 1
+                assert "leave signals out of the variable" in outcome.text
+                # A compiler is the remedy for one way alone.
+                assert ("compiler" in outcome.text) == (signals == "kernel")
 
 
 # The double.
@@ -985,7 +927,6 @@ def test_double_is_strict() -> None:
 
 
 def _shared(at: Rank) -> Violations:
-    """Violations with memory of another process."""
     from hip import hip
 
     found, get, everyone = Violations(), value_of, [b"", b""]
@@ -1050,7 +991,6 @@ def test_double_aborts_at_exit(script: str, said: tuple[str, ...]) -> None:
 
 
 def _codes(at: Rank) -> tuple[dict[str, int], dict[str, int]]:
-    """Errors by their names, of the library and of the binding."""
     from hip import hip
 
     library = ctypes.CDLL(os.environ[hip_ranks.LIBRARY])

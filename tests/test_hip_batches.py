@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from unittest import mock
 import pytest
 from cases import all_exact, equal, exact
 from experts import Layer
-from hip_ranks import asking, calls, clean, double, run
+from hip_ranks import asking, calls, clean, double, on_double, run
 from ranks import Rank, caught
 from test_experts import every_way
 from test_hip import COPIED, COPY, GRAPHED, attempted, engine, replayed
@@ -30,119 +31,100 @@ LANES = ("shard-overlap", "growing", "hetero-fused-1d:pieces=3")
 ALONE = ("shard-overlap:pull", "hetero-fused-1d:copy=2", "uniform-fused-2d:pieces=2")
 
 
-def _every_schedule(at: Rank, ways: str) -> int:
+def _every_schedule(at: Rank, ways: str) -> None:
     cases = [equal(3, 12, 16, 8, schedule=name, gathered=True) for name in (*LANES, *COPIED[::5])]
     with clean(), asking(ways):
         all_exact(at, [*cases, *(case.on(rows=(5, 0, 7)) for case in cases)])
         ficco.synchronize()
-        assert BATCH in engine().capabilities().copy
-        return calls(BATCH)
+        assert BATCH in engine().capabilities().copy and calls(BATCH) > 20
 
 
 @pytest.mark.parametrize(
     ("series", "ways"), [("7", "copy=batch"), ("10", "copy=batch,columns=pack")]
 )
 def test_batches_are_exact_in_any_order(series: str, ways: str) -> None:
-    counts = run(3, _every_schedule, ways, series=series, settings=NATIVE)
-    assert min(counts) > 20, counts
+    run(3, _every_schedule, ways, series=series, settings=NATIVE)
 
 
-def _counts(at: Rank, names: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Batches and single copies of a warm call of each schedule."""
-    counts = []
-    with clean():
-        for name in names:
-            case = equal(3, 12, 16, 8, schedule=name)
-            all_exact(at, [case] * 4)
-            ficco.synchronize()
-            before = calls(BATCH), calls(COPY)
-            exact(at, case, 9)
-            ficco.synchronize()
-            counts.append((calls(BATCH) - before[0], calls(COPY) - before[1]))
-    return counts
+def _counts(at: Rank, name: str, asked: str = "copy=batch") -> tuple[int, int]:
+    """Batches and single copies of a warm call."""
+    case = equal(3, 12, 16, 8, schedule=name)
+    with clean(), asking(asked):
+        all_exact(at, [case] * 4)
+        ficco.synchronize()
+        before = calls(BATCH), calls(COPY)
+        exact(at, case, 9)
+        ficco.synchronize()
+        return calls(BATCH) - before[0], calls(COPY) - before[1]
 
 
-def _asked(at: Rank, ways: str, names: tuple[str, ...]) -> list[tuple[int, int]]:
-    with asking(ways):
-        return _counts(at, names)
-
-
-def test_neighbours_to_several_peers_are_one_call() -> None:
+@on_double(3, fresh=True, settings=NATIVE)
+def test_neighbours_to_several_peers_are_one_call(at: Rank) -> None:
     """Copies to two peers. A pulled copy waits for its peer, and a lane for each peer has no
     neighbours."""
-    names = ("shard-overlap", "hetero-fused-1d:pieces=3", *ALONE)
-    for batches in run(3, _asked, "copy=batch", names, settings=NATIVE):
-        assert batches[:2] == [(1, 0), (3, 0)]
-        assert all(count == 0 for count, _ in batches[2:])
-    for single in run(3, _asked, "", names, settings=NATIVE):
-        assert all(count == 0 for count, _ in single)
-        assert single[:2] == [(0, 2), (0, 6)]
+    for copies, name in (2, "shard-overlap"), (6, "hetero-fused-1d:pieces=3"):
+        assert _counts(at, name) == (copies // 2, 0)
+        assert _counts(at, name, "") == (0, copies)
+    for name in ALONE:
+        assert _counts(at, name)[0] == _counts(at, name, "")[0] == 0
 
 
-def _of_the_machine(at: Rank, files: list[str]) -> list[list[tuple[int, int]]]:
+def limited(folder: Path, key: str, limits: Sequence[int]) -> list[str]:
+    """Machine files with limits of their copies."""
+    base = replace(load(configs() / "mi300x-8.yaml"), ranks=3)
+    files = [str(folder / f"{most}.yaml") for most in limits]
+    for most, file in zip(limits, files, strict=True):
+        machine = replace(base, name=f"limit{most}", **{key: most})
+        save(machine, file)
+        assert load(file) == machine
+    return files
+
+
+def _of_the_machine(at: Rank, files: list[str]) -> list[tuple[int, int]]:
     counts = []
-    for file in files:
+    for file, asked in (*((file, "") for file in files), (files[0], "copy=dtod")):
         with ficco.options(machine=file):
-            counts.append(_counts(at, ("shard-overlap",)))
-    with ficco.options(machine=files[0]), asking("copy=dtod"):
-        counts.append(_counts(at, ("shard-overlap",)))
+            counts.append(_counts(at, "shard-overlap", asked))
     return counts
 
 
 def test_the_machine_file_limits_batches(tmp_path: Path) -> None:
     """Copies of 768 bytes; the variable overrides the file."""
-    base, files = replace(load(configs() / "mi300x-8.yaml"), ranks=3), []
-    for most in (768, 767, 0):
-        machine = replace(base, name=f"limit{most}", batched_copies=most)
-        files.append(str(tmp_path / f"{machine.name}.yaml"))
-        save(machine, files[-1])
-        assert load(files[-1]) == machine
+    files = limited(tmp_path, "batched_copies", (768, 767, 0))
     for counts in run(3, _of_the_machine, files, settings=NATIVE):
-        assert counts == [[(1, 0)], [(0, 2)], [(0, 2)], [(0, 2)]]
+        assert counts == [(1, 0), (0, 2), (0, 2), (0, 2)]
 
 
-def _without(at: Rank) -> tuple[list[str], str, int]:
+@on_double(3, fresh=True)
+def test_a_release_without_batches_copies_one_by_one(at: Rank) -> None:
+    """The HIP of ROCm 7.2 has the function, which copies one by one and refuses attributes."""
     case = equal(3, 12, 16, 8, schedule="shard-overlap")
     with warnings.catch_warnings(record=True) as raised, clean(), asking("copy=batch"):
         warnings.simplefilter("always")
         all_exact(at, [case, case.on(n=9), case.on(schedule="growing")])
         ficco.synchronize()
         copy = engine().capabilities().copy
-    return [str(one.message) for one in raised if BATCH in str(one.message)], copy, calls(BATCH)
-
-
-def test_a_release_without_batches_copies_one_by_one() -> None:
-    """The HIP of ROCm 7.2 has the function, which copies one by one and refuses attributes."""
-    first, *others = run(3, _without)
-    for _, copy, batches in (first, *others):
-        assert copy.startswith(f"{COPY}, for want of {BATCH}") and not batches
-    (warning,) = first[0]
+    assert copy.startswith(f"{COPY}, for want of {BATCH}") and not calls(BATCH)
+    warned = [str(one.message) for one in raised if BATCH in str(one.message)]
+    assert len(warned) == (at.rank == 0)
     for part in ("FICCO_HIP=copy=batch", "required HIP 7.12", "got HIP 7.2", "one by one"):
-        assert part in warning
-    assert not any(raised for raised, *_ in others)
+        assert all(part in warning for warning in warned)
 
 
-def _captured(at: Rank) -> int:
+@on_double(3, fresh=True, settings={"VERSION": NATIVE["VERSION"]})
+def test_graphs_hold_single_copies(at: Rank) -> None:
+    """A batch in a capture is a violation of the double."""
     with asking("copy=batch"):
         replayed(at, (LANES[0], *GRAPHED[1:3]), 6)
-    return calls(BATCH)
+    assert calls(BATCH)
 
 
-def test_graphs_hold_single_copies() -> None:
-    """A batch in a capture is a violation of the double."""
-    assert all(run(3, _captured, settings={"VERSION": NATIVE["VERSION"]}))
-
-
-def _exact_rows(at: Rank) -> int:
-    layer = Layer((7, 0, 5), experts=6, top_k=2)
-    with clean(), asking("copy=batch"):
-        every_way(at, layer)
-    return calls(BATCH)
-
-
-def test_rows_of_experts_are_batches() -> None:
+@on_double(3, fresh=True, settings=NATIVE, timeout=120)
+def test_rows_of_experts_are_batches(at: Rank) -> None:
     """Rows of each expert of a peer are a copy; a call may have none for it."""
-    assert all(run(3, _exact_rows, settings=NATIVE, timeout=120))
+    with asking("copy=batch"):
+        every_way(at, Layer((7, 0, 5), experts=6, top_k=2))
+    assert calls(BATCH)
 
 
 def _failing(at: Rank) -> tuple[Any, Any]:
@@ -167,7 +149,8 @@ def test_a_batch_that_fails_is_named() -> None:
         assert BATCH in outcome.fields["reasons"][1]
 
 
-def _violations(at: Rank) -> list[str]:
+@on_double(1, fresh=True, settings={"VERSION": NATIVE["VERSION"]})
+def test_the_double_refuses_batches_that_depend_on_their_order(at: Rank) -> None:
     import numpy as np
     from hip import hip
 
@@ -175,7 +158,7 @@ def _violations(at: Rank) -> list[str]:
     from ficco.errors import BackendError
 
     hip.hipSetDevice(0)
-    stream, seen = hip.hipStreamCreateWithPriority(1, 0)[1], []
+    stream = hip.hipStreamCreateWithPriority(1, 0)[1]
     memory = int(hip.hipMalloc(4096)[1])
 
     def batch(dst: list[int], src: list[int], sizes: list[int]) -> None:
@@ -184,27 +167,20 @@ def _violations(at: Rank) -> list[str]:
 
     hip_api.start()
     batch([0, 512], [1024, 1024], [512, 512])  # one source for two copies
-    for wrong in (
-        ([0, 511], [1024, 2048], [512, 512]),  # both write a byte
-        ([0, 1024], [1024, 2048], [512, 512]),  # the second writes the source of the first
-        ([0, 512], [1024, 2048], [512, 0]),
+    order = "copies 0 and 1 depend on their order"
+    for *wrong, said in (
+        ([0, 511], [1024, 2048], [512, 512], order),  # both write a byte
+        ([0, 1024], [1024, 2048], [512, 512], order),  # the second writes the source of the first
+        ([0, 512], [1024, 2048], [512, 0], "copy 1 has no bytes"),
     ):
         with pytest.raises(BackendError, match=BATCH):
             batch(*wrong)
-        seen.append(double().double_said().decode())
+        assert said in double().double_said().decode()
         double().double_violations()
     while hip.hipStreamQuery(stream)[0]:
         pass
     hip.hipFree(memory)
     hip.hipStreamDestroy(stream)
-    return seen
-
-
-def test_the_double_refuses_batches_that_depend_on_their_order() -> None:
-    ((same, read, empty),) = run(1, _violations, settings={"VERSION": NATIVE["VERSION"]})
-    assert "copies 0 and 1 depend on their order" in same
-    assert "copies 0 and 1 depend on their order" in read
-    assert "copy 1 has no bytes" in empty
 
 
 def _cuts(at: Rank, files: list[str]) -> list[tuple[int, int]]:
@@ -223,9 +199,6 @@ def _cuts(at: Rank, files: list[str]) -> list[tuple[int, int]]:
 
 def test_the_machine_file_limits_copies(tmp_path: Path) -> None:
     """Pieces of 512 bytes of copies of 768, and of four rows of 2D copies."""
-    base, files = replace(load(configs() / "mi300x-8.yaml"), ranks=3), []
-    for most in (0, 512, 128):
-        files.append(str(tmp_path / f"{most}.yaml"))
-        save(replace(base, name=f"limit{most}", largest_copy=most), files[-1])
+    files = limited(tmp_path, "largest_copy", (0, 512, 128))
     for whole, halves, more in run(3, _cuts, files, settings=NATIVE):
         assert whole[0] < halves[0] < more[0] and whole[1] <= halves[1] < more[1]

@@ -18,7 +18,7 @@ import test_operators as operators
 import torch
 import torch.distributed as dist
 from cases import Case, all_exact, equal, exact
-from hip_ranks import SERIES, asking, calls, clean, compiling, double, run, without_compiler
+from hip_ranks import SERIES, calls, clean, compiling, double, on_double, run, without_compiler
 from ranks import Failure, Rank, caught
 from test_hip import COPY, DTYPES, LAUNCH, attempted, engine, pooled
 
@@ -124,15 +124,12 @@ def test_packing_is_captured() -> None:
     run(3, compiling, test_hip.replayed, schedules, 8, series="10", settings=NO_RECTANGLES)
 
 
-def _rectangles(at: Rank) -> int:
-    with clean():
-        before = calls(LAUNCH) + calls(LOAD)
-        all_exact(at, [equal(2, 24, 40, 16, schedule=name) for name in PACKED])
-        return calls(LAUNCH) + calls(LOAD) - before
-
-
-def test_nothing_is_packed_where_the_runtime_copies_rectangles() -> None:
-    assert pooled(2, compiling, _rectangles) == [0, 0]
+@on_double(2)
+def test_nothing_is_packed_where_the_runtime_copies_rectangles(at: Rank) -> None:
+    cases = [equal(2, 24, 40, 16, schedule=name) for name in PACKED]
+    before = calls(LAUNCH) + calls(LOAD)
+    compiling(at, all_exact, cases)
+    assert calls(LAUNCH) + calls(LOAD) == before
 
 
 def _failing(at: Rank, names: Sequence[str]) -> list[tuple[Any, int, int]]:
@@ -173,15 +170,12 @@ def test_kernels_that_fail() -> None:
     assert other.type == "PeerFailed" and LAUNCH in other.text
 
 
-def _last_error(at: Rank) -> tuple[Any, int]:
-    with clean():
-        exact(at, equal(1, 4, 4, 4), 0)
-        double().double_fail(LOAD.encode(), LAUNCH_FAILURE, 1, 1)
-        return engine()._kernels_or_none, ctypes.CDLL("libamdhip64.so").hipGetLastError()
-
-
-def test_pytorch_does_not_meet_the_error() -> None:
-    assert pooled(1, compiling, _last_error) == [(None, 0)]
+@on_double(1)
+def test_pytorch_does_not_meet_the_error(at: Rank) -> None:
+    exact(at, equal(1, 4, 4, 4), 0)
+    double().double_fail(LOAD.encode(), LAUNCH_FAILURE, 1, 1)
+    assert compiling(at, lambda at: engine()._kernels_or_none) is None
+    assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
 
 
 # Sums.
@@ -216,8 +210,8 @@ def test_sums_by_the_kernel(series: str) -> None:
         assert none == 0 and launched == more - asked > len(cases) / 2
 
 
-def _streams_of_a_probe(at: Rank) -> list[int]:
-    """Priorities of the streams by which sharing is tried."""
+@on_double(2)
+def test_sharing_is_tried_on_a_stream_as_copies_have(at: Rank) -> None:
     from ficco.dma import hip_api
     from ficco.dma.driver import URGENT
     from ficco.tools import probe
@@ -229,12 +223,7 @@ def _streams_of_a_probe(at: Rank) -> list[int]:
 
     with mock.patch.object(hip_api, "make_stream", wraps=hip_api.make_stream) as made:
         assert probe.share("plain", at.device, at.rank, gather) == ([], [])
-    return [*(given.args[0] for given in made.call_args_list), URGENT]
-
-
-def test_sharing_is_tried_on_a_stream_as_copies_have() -> None:
-    for made, urgent in pooled(2, _streams_of_a_probe):
-        assert made == urgent and made is not False
+    made.assert_called_once_with(URGENT)
 
 
 # Versions.
@@ -257,24 +246,15 @@ VERSIONS = (
 )
 
 
-def _starts(at: Rank) -> list[Any]:
+def _starts(at: Rank) -> None:
     from ficco.dma import hip_api
 
-    found = [hip_api.runtime_version()]  # of the double's setting
-    for version, binds, _ in VERSIONS:
+    assert hip_api.runtime_version() == "7.0"  # of the double's setting
+    for version, binds, wanted in VERSIONS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hip_api.calls, "hipRuntimeGetVersion", lambda version=version: version)
             patch.setattr(hip_api, "HIP_VERSION_TUPLE", binds or hip_api.HIP_VERSION_TUPLE)
-            found.append(caught(lambda: f"{hip_api.start()} {hip_api.runtime_version()}"))
-    return found
-
-
-@pytest.mark.parametrize("series", SERIES)
-def test_versions(series: str) -> None:
-    settings = {"VERSION": VERSIONS[0][0], "DEVICES": 3}
-    ((own, *found),) = run(1, _starts, series=series, settings=settings)
-    assert own == "7.0"
-    for said, (_, _, wanted) in zip(found, VERSIONS, strict=True):
+            said = caught(lambda: f"{hip_api.start()} {hip_api.runtime_version()}")
         if isinstance(wanted, str):
             assert said == wanted
         else:
@@ -283,48 +263,20 @@ def test_versions(series: str) -> None:
             assert all(word in said.text for word in wanted), said
 
 
-# Ways of signals that are asked for and cannot be gone.
-
-
-def _first_calls(at: Rank, ways: Sequence[str]) -> list[tuple[Any, int]]:
-    found = []
-    for way in ways:
-        with asking(f"signals={way}"):
-            found.append(without_compiler(at, test_hip.first_call))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("settings", "ways"),
-    [
-        ({"WAIT": 0}, {"signal": "CanUseStreamWaitValue"}),
-        ({"SIGNAL_IPC": 0}, {"signal": "signal memory that processes can share"}),
-        ({}, {"uncached": "GPU_STREAMOPS_CP_WAIT=1", "kernel": "clang or hiprtc"}),
-    ],
-    ids=str,
-)
-def test_refused_ways_of_signals(settings: dict[str, int], ways: dict[str, str]) -> None:
-    for found in run(2, _first_calls, list(ways), settings=settings, series="10"):
-        for (outcome, leaks), (way, words) in zip(found, ways.items(), strict=True):
-            assert outcome.type == "NotImplementedError" and not leaks, outcome
-            assert outcome.text.count(f"FICCO_HIP=signals={way} is not available") == 1
-            assert words in outcome.text and "leave signals out of the variable" in outcome.text
-            # A compiler is the remedy for one way alone.
-            assert ("compiler" in outcome.text) == (way == "kernel")
+@pytest.mark.parametrize("series", SERIES)
+def test_versions(series: str) -> None:
+    run(1, _starts, series=series, settings={"VERSION": VERSIONS[0][0], "DEVICES": 3})
 
 
 # What it tells.
 
 
-def _told(at: Rank) -> tuple[str, int | None]:
-    with clean():
-        exact(at, equal(1, 4, 4, 4), 0)
-        return engine().capabilities().products, engine().copy_engines()
-
-
-def test_it_names_the_library_of_products_and_no_number_of_engines() -> None:
+@on_double(1)
+def test_it_names_the_library_of_products_and_no_number_of_engines(at: Rank) -> None:
     """The double's attribute AsyncEngineCount is 2, AMD's a constant: neither is believed."""
-    assert pooled(1, _told) == [(products.library(torch.device("cpu")), None)]
+    exact(at, equal(1, 4, 4, 4), 0)
+    assert engine().capabilities().products == products.library(torch.device("cpu"))
+    assert engine().copy_engines() is None
 
 
 @pytest.mark.parametrize(("said", "known", "taken"), [(3, 5, 3), (None, 5, 5), (None, None, 7)])

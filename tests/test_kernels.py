@@ -13,10 +13,12 @@ import os
 import random
 import re
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +40,6 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def compiler(finder: Callable[[], Compiler]) -> Compiler:
-    """A compiler that the test is about."""
     try:
         return finder()
     except CompilerNotFound as error:
@@ -46,7 +47,6 @@ def compiler(finder: Callable[[], Compiler]) -> Compiler:
 
 
 def output(*command: object) -> str:
-    """What a command prints; it must succeed."""
     found = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
     return found.stdout + found.stderr
@@ -76,112 +76,142 @@ class Listing:
         return [first + at for at in places(self.lines[first:end], pattern)]
 
 
-#: A 16-byte access of every lane; what waits until loads are there, and until all is over.
-LOAD, STORE = "global_load_dwordx4", "global_store_dwordx4"
-LOADED, OVER = r"s_waitcnt.*vmcnt", r"s_waitcnt.*vmcnt\(0\)"
+class Assembly(NamedTuple):
+    """The kernels in the assembly language of an architecture, by default NVIDIA's PTX.
 
-
-class Amd(NamedTuple):
-    """The kernels in the assembly language of an architecture."""
+    Attributes:
+        log: what the assembler says.
+        load, store: patterns of accesses of 16 bytes of every lane.
+        meet: of a barrier of all threads of a block.
+        poll: of a load past all caches.
+        back, drop: of a release to the system, and of an acquire from it.
+        word: of a store that the whole system sees.
+    """
 
     arch: str
     text: str
+    log: str
+    load: str = r"ld\.global\.v4\."
+    store: str = r"st\.global\.v4\."
+    meet: str = r"bar\.sync"
+    poll: str = r"ld\.(relaxed|acquire)\.sys\.global\.u32"
+    back: str = r"membar\.sys|fence\.(sc|acq_rel)\.sys"
+    drop: str = r"membar\.sys|fence\.(sc|acq_rel)\.sys|ld\.acquire\.sys"
+    word: str = r"st\.relaxed\.sys\.global\.u32"
+
+    @property
+    def amd(self) -> bool:
+        return self.arch.startswith("gfx")
 
     def kernel(self, name: str) -> Listing:
-        found = re.search(rf"^{name}:.*?^\.Lfunc_end", self.text, re.M | re.S)
+        body = rf"^{name}:(.*?)^\.Lfunc_end" if self.amd else rf"\.entry {name}\((.*?)^\}}"
+        found = re.search(body, self.text, re.M | re.S)
         assert found, name
-        lines = (line.split(";")[0].strip() for line in found[0].splitlines()[1:])
+        lines = (line.split(";")[0].strip() for line in found[1].splitlines())
         return Listing(line for line in lines if not line.startswith("."))
 
-    @property
-    def scope(self) -> str:
-        """Of an access that the whole system sees."""
-        return " sc0 sc1" if self.arch == "gfx942" else ""
 
-    @property
-    def poll(self) -> str:
-        """A load past all caches."""
-        return rf"global_load_dword v.*{self.scope or ' glc'}$"
-
-    @property
-    def drop(self) -> str:
-        """Drops what caches hold."""
-        return r"buffer_inv sc0 sc1$" if self.scope else r"buffer_invl2$"
-
-    @property
-    def back(self) -> str:
-        """Writes the L2 back."""
-        return rf"buffer_wbl2{self.scope}$"
+#: AMD's waits until loads are there, and until all is over.
+LOADED, OVER = r"s_waitcnt.*vmcnt", r"s_waitcnt.*vmcnt\(0\)"
 
 
-@pytest.fixture(scope="module", params=["gfx90a", "gfx942"])
-def amd(request: pytest.FixtureRequest) -> Amd:
+@cache
+def assembled(arch: str) -> Assembly:
+    if arch == "sm_90":
+        compiler(build.nvcc)
+        with tempfile.TemporaryDirectory() as folder:
+            kept = "-Xptxas", "-v", "--keep", "--keep-dir", folder, "-o", f"{folder}/out"
+            flags = *build.NVCC, "-cubin", "-arch=sm_90", "-Werror=all-warnings", *kept
+            log = output(build.nvcc_program(), *flags, SOURCE)
+            (ptx,) = Path(folder).glob("*.ptx")
+            return Assembly(arch, ptx.read_text(), log)
     compiler(build.clang)
-    arch = f"--offload-arch={request.param}"
-    flags = (*build.CLANG, "-Wall", "-Werror", arch, "-S", SOURCE, "-o", "-")
-    return Amd(request.param, output(build.clang_program(), *flags))
+    flags = *build.CLANG, "-Wall", "-Werror", f"--offload-arch={arch}", "-S", "-o", "-"
+    scope = " sc0 sc1" if arch == "gfx942" else ""
+    return Assembly(
+        *(arch, output(build.clang_program(), *flags, SOURCE), ""),
+        *("global_load_dwordx4", "global_store_dwordx4", "s_barrier"),
+        poll=rf"global_load_dword v.*{scope or ' glc'}$",
+        back=rf"buffer_wbl2{scope}$",
+        drop=r"buffer_inv sc0 sc1$" if scope else r"buffer_invl2$",
+        word=rf"global_store_dword v.*{scope}$",
+    )
 
 
-def test_amd_every_kernel_is_there_and_spills_nothing(amd: Amd) -> None:
+AMD = "gfx90a", "gfx942"
+
+
+@pytest.fixture(params=AMD)
+def amd(request: pytest.FixtureRequest) -> Assembly:
+    return assembled(request.param)
+
+
+@pytest.fixture(params=[*AMD, "sm_90"])
+def assembly(request: pytest.FixtureRequest) -> Assembly:
+    return assembled(request.param)
+
+
+def test_every_kernel_is_there_and_spills_nothing(assembly: Assembly) -> None:
+    count = len(launch.NAMES)
+    if not assembly.amd:
+        clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+        assert assembly.log.count("bytes stack frame") == assembly.log.count(clean) == count
+        return
     for name in launch.NAMES:
-        assert "s_endpgm" in amd.kernel(name).lines
+        assert "s_endpgm" in assembly.kernel(name).lines
     for key in ("private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count"):
-        assert re.findall(rf"\.{key}: +(\d+)", amd.text) == ["0"] * len(launch.NAMES)
+        assert re.findall(rf"\.{key}: +(\d+)", assembly.text) == ["0"] * count
     # Nor does anything go through an address space that is found out while it runs.
-    assert not re.search(r"\b(scratch_|flat_|buffer_)(load|store)", amd.text)
+    assert not re.search(r"\b(scratch_|flat_|buffer_)(load|store)", assembly.text)
 
 
-def test_amd_accesses_are_by_16_bytes_with_several_in_flight(amd: Amd) -> None:
-    aligned, shifted = (amd.kernel(name) for name in COPIES)
-    for kernel, stored in ((aligned, 8), (shifted, 4)):
-        loads, stores = kernel.at(LOAD), kernel.at(STORE)
+def test_accesses_are_by_16_bytes_with_several_in_flight(assembly: Assembly) -> None:
+    for name, stored in zip(COPIES, (8, 4), strict=True):
+        kernel = assembly.kernel(name)
+        loads, stores = kernel.at(assembly.load), kernel.at(assembly.store)
         assert len(loads) == 8 and len(stores) == stored and max(loads) < min(stores)
-    loads = aligned.at(LOAD)
-    assert not aligned.at(LOADED, loads[0], loads[-1]), "it waits for one before it issues the next"
-    # But at the ends of rows.
-    assert not shifted.at(r"global_load_(u?byte|u?short|dword )"), "a load of less than a unit"
-    assert shifted.at("global_store_byte")
+        if assembly.amd and name == COPIES[0]:
+            assert not kernel.at(LOADED, loads[0], loads[-1]), "waits for one before the next"
+    if assembly.amd:  # but at the ends of rows
+        assert not kernel.at(r"global_load_(u?byte|u?short|dword )"), "a load of less than a unit"
+        assert kernel.at("global_store_byte")
     for name in REDUCTIONS:
-        kernel = amd.kernel(name)
-        loads = kernel.at(LOAD)
-        assert len(loads) >= 4 and kernel.at(STORE), name
+        kernel = assembly.kernel(name)
+        loads = kernel.at(assembly.load)
+        assert len(loads) >= 4 and kernel.at(assembly.store), name
         assert not kernel.at(LOADED, loads[0], loads[3]), "of four parts"
 
 
-def test_amd_post_releases_to_the_system(amd: Amd) -> None:
-    """Write the L2 back, wait for that, then the word."""
-    post = amd.kernel("ficco_post")
-    (back,) = post.at(amd.back)
-    (word,) = post.at(rf"global_store_dword v.*off{amd.scope}$")
-    assert back < word and post.at(OVER, back, word)
-
-
-def test_amd_wait_acquires_from_the_system(amd: Amd) -> None:
-    """Read past all caches while it spins, then drop what they hold, as the last thing."""
-    wait = amd.kernel("ficco_wait")
-    polls, dropped = wait.at(amd.poll), wait.at(amd.drop)
+def test_signals_are_ordered_for_the_system(assembly: Assembly) -> None:
+    """A post releases, then writes the word. A wait reads past all caches while it spins, then
+    acquires, as the last thing."""
+    post, wait = assembly.kernel("ficco_post"), assembly.kernel("ficco_wait")
+    (back,), (word,) = post.at(assembly.back), post.at(assembly.word)
+    assert back < word
+    polls, dropped = wait.at(assembly.poll), wait.at(assembly.drop)
     assert polls and dropped and min(dropped) > max(polls)
-    assert wait.at(OVER, max(polls), dropped[0])
-    assert wait.at("s_memrealtime") and wait.at("s_sleep")
     # The word about the deadline must reach the host, too.
-    assert wait.at(rf"global_store_dword v\d+, v\d+, s.*{amd.scope}")
+    assert wait.at(".*(globaltimer|s_memrealtime)") and wait.at(assembly.word)
+    if assembly.amd:
+        assert post.at(OVER, back, word) and wait.at(OVER, max(polls), dropped[0])
+        assert wait.at("s_sleep")
 
 
-def test_amd_copy_to_a_peer_ends_with_a_release(amd: Amd) -> None:
+def test_amd_copy_to_a_peer_ends_with_a_release(amd: Assembly) -> None:
     """All waves have stored, then one writes the L2 back and waits for that."""
     for name in COPIES:
         kernel = amd.kernel(name)
-        (meet,), (back,) = kernel.at("s_barrier"), kernel.at(amd.back)
+        (meet,), (back,) = kernel.at(amd.meet), kernel.at(amd.back)
         assert kernel.at(OVER, max(kernel.at("global_store", 0, meet)), meet)
         assert meet < back < len(kernel.lines) - 2 and kernel.at(OVER, back)
 
 
-def test_amd_exchange_is_ordered(amd: Amd) -> None:
+def test_amd_exchange_is_ordered(amd: Assembly) -> None:
     """A block has stored before it is counted; what it clears is seen before what it posts; and
     what it has waited for is read anew."""
     for name in EXCHANGES:
         kernel = amd.kernel(name)
-        begun, meet = kernel.at("s_barrier")
+        begun, meet = kernel.at(amd.meet)
         stores = kernel.at("global_store_(dwordx4|byte)")
         assert begun < min(stores) and kernel.at(OVER, max(s for s in stores if s < meet), meet)
         told, copied, cleared = kernel.at(amd.back)
@@ -192,125 +222,67 @@ def test_amd_exchange_is_ordered(amd: Amd) -> None:
             assert max(kernel.at(amd.poll, first, end)) < max(kernel.at(amd.drop, first, end))
 
 
-def test_amd_sum_at_the_peers_is_behind_what_is_waited_for(amd: Amd) -> None:
+def test_amd_sum_at_the_peers_is_behind_what_is_waited_for(amd: Assembly) -> None:
     """Four units of each of two parts are in flight; what was waited for is read anew; and the
     last block is counted behind them."""
     for name in ONE_SHOTS:
         kernel = amd.kernel(name)
-        meet, through = kernel.at("s_barrier")
-        loads = kernel.at(LOAD)
+        meet, through = kernel.at(amd.meet)
+        loads = kernel.at(amd.load)
         together = [at for at in loads if at < loads[0] + 200][:8]
         assert not kernel.at(LOADED, together[0], together[-1]), name
-        assert meet < min(loads) and max(loads) < through and kernel.at(STORE)
+        assert meet < min(loads) and max(loads) < through and kernel.at(amd.store)
         polls, dropped = kernel.at(amd.poll, 0, meet), kernel.at(amd.drop, 0, meet)
         assert polls and min(polls) < min(dropped) and max(polls) < max(dropped)
         (counted,) = kernel.at("global_atomic_add")
-        words = kernel.at(rf"global_store_dword(x2)? v.*{amd.scope}$")
-        assert through < counted < max(words)
+        assert through < counted < max(kernel.at(amd.word.replace("dword", "dword(x2)?")))
 
 
-def test_amd_two_shot_is_ordered(amd: Amd) -> None:
+def test_two_shot_is_ordered(assembly: Assembly) -> None:
     """A block has stored its sums before it posts, and polls before it reads those of peers."""
+    load, store, back, word = assembly.load, assembly.store, assembly.back, assembly.word
     for name in TWO_SHOTS:
-        kernel = amd.kernel(name)
-        begun, summed, heard, over = kernel.at("s_barrier")
-        assert kernel.at(STORE, begun, summed) and not kernel.at(STORE, summed, heard)
-        (back,), (poll,) = kernel.at(amd.back, summed, heard), kernel.at(amd.poll, summed, heard)
-        word = rf"global_store_dword v.*{amd.scope}$"
+        kernel = assembly.kernel(name)
+        begun, summed, heard, over = kernel.at(assembly.meet)
+        assert begun < min(kernel.at(load)) and max(kernel.at(store)) < over
+        assert kernel.at(store, begun, summed) and not kernel.at(store, summed, heard)
+        (released,), (poll,) = (
+            kernel.at(pattern, summed, heard) for pattern in (back, assembly.poll)
+        )
         (post,), (_,) = kernel.at(word, summed, heard), kernel.at(word, heard, over)
-        assert kernel.at(OVER, back, post) and back < post < poll
-        assert kernel.at(amd.drop, poll, heard) and kernel.at(LOAD, heard, over)
+        assert released < post < poll and kernel.at(load, heard, over)
+        assert kernel.at(assembly.drop, poll, heard)
+        assert not assembly.amd or kernel.at(OVER, released, post)
 
 
-def test_amd_script_tells_behind_what_came_before(amd: Amd) -> None:
+def test_amd_script_tells_behind_what_came_before(amd: Assembly) -> None:
     script = amd.kernel("ficco_script")
     (back,) = script.at(amd.back)
-    *aside, one, other = script.at(rf"global_store_dword(x2)? v.*{amd.scope}$")
+    *aside, one, other = script.at(amd.word.replace("dword", "dword(x2)?"))
     assert aside and max(aside) < back < one < other and script.at(OVER, back, one)
 
 
-def test_amd_cast_is_by_16_bytes_and_by_the_instruction(amd: Amd) -> None:
-    """All loads of what stays in registers before the first wait; e4m3 by gfx942's own."""
+def test_casts_are_by_16_bytes_and_by_the_instruction(assembly: Assembly) -> None:
+    """All loads of what stays in registers before the first wait; e4m3 by gfx942's own, and on
+    NVIDIA from compute capability 8.9 on; what is older has none."""
     held = (("", launch.CAST_HELD), ("short_", launch.CAST_HELD_SHORT))
     for (of, most), dtype in itertools.product(held, launch.CASTS):
-        kernel = amd.kernel(f"ficco_cast_{of}{launch._text(dtype)}")
-        assert len(kernel.at(LOAD)) >= 2 * most, "they are not by 16 bytes"
+        kernel = assembly.kernel(f"ficco_cast_{of}{launch._text(dtype)}")
+        if not assembly.amd:
+            assert kernel.at(r"cvt\.rn\.satfinite\.e4m3x2\.f32")
+            continue
+        assert len(kernel.at(assembly.load)) >= 2 * most, "they are not by 16 bytes"
         assert kernel.at("ds_bpermute"), "warps do not exchange what is largest"
         # Before the largest of warps are written, and before they are read.
-        assert len(kernel.at("s_barrier")) == 2
-        assert bool(kernel.at("v_cvt_pk_fp8_f32")) == (amd.arch == "gfx942")
+        assert len(kernel.at(assembly.meet)) == 2
+        assert bool(kernel.at("v_cvt_pk_fp8_f32")) == (assembly.arch == "gfx942")
 
 
-class Nvidia(NamedTuple):
-    """The kernels for compute capability 9.0: in PTX, and what the assembler says of them."""
-
-    ptx: str
-    log: str
-
-    def kernel(self, name: str) -> Listing:
-        found = re.search(rf"\.entry {name}\(.*?^\}}", self.ptx, re.M | re.S)
-        assert found, name
-        return Listing(map(str.strip, found[0].splitlines()))
-
-
-@pytest.fixture(scope="module")
-def nvidia(tmp_path_factory: pytest.TempPathFactory) -> Nvidia:
+def test_older_nvidia_gpus_cast_without_the_instruction(tmp_path: Path) -> None:
     compiler(build.nvcc)
-    folder = tmp_path_factory.mktemp("nvcc")
-    flags = ("-arch=sm_90", "-Werror=all-warnings", "-Xptxas", "-v", "--keep", "--keep-dir", folder)
-    log = output(build.nvcc_program(), *build.NVCC, "-cubin", *flags, SOURCE, "-o", folder / "out")
-    (ptx,) = folder.glob("*.ptx")
-    return Nvidia(ptx.read_text(), log)
-
-
-LOAD_16, STORE_16 = r"ld\.global\.v4\.", r"st\.global\.v4\."
-ACQUIRE = r"ld\.acquire\.sys\.global\.u32"
-
-
-def test_nvidia_accesses_are_by_16_bytes_and_nothing_is_spilt(nvidia: Nvidia) -> None:
-    for name, stored in zip(COPIES, (8, 4), strict=True):
-        kernel = nvidia.kernel(name)
-        loads, stores = kernel.at(LOAD_16), kernel.at(STORE_16)
-        assert len(loads) == 8 and len(stores) == stored and max(loads) < min(stores)
-    for name in REDUCTIONS:
-        kernel = nvidia.kernel(name)
-        assert len(kernel.at(LOAD_16)) >= 4 and kernel.at(STORE_16), name
-    clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
-    assert nvidia.log.count("bytes stack frame") == len(launch.NAMES)
-    assert nvidia.log.count(clean) == len(launch.NAMES)
-
-
-def test_nvidia_signals_are_ordered_for_the_system(nvidia: Nvidia) -> None:
-    post, wait = nvidia.kernel("ficco_post"), nvidia.kernel("ficco_wait")
-    fences = r"membar\.sys|fence\.(sc|acq_rel)\.sys"
-    (fence,), (word,) = post.at(fences), post.at(r"st\.relaxed\.sys")
-    assert fence < word
-    (fence,) = wait.at(fences)
-    assert fence > max(wait.at(r"ld\.relaxed\.sys"))
-    assert any("globaltimer" in line for line in wait.lines)
-
-
-def test_nvidia_two_shot_is_ordered(nvidia: Nvidia) -> None:
-    """A block has stored its sums before it posts, and it polls before it reads those of peers."""
-    for name in TWO_SHOTS:
-        kernel = nvidia.kernel(name)
-        begun, summed, heard, over = kernel.at(r"bar\.sync")
-        assert begun < min(kernel.at(LOAD_16)) and max(kernel.at(STORE_16)) < over
-        assert kernel.at(STORE_16, begun, summed) and not kernel.at(STORE_16, summed, heard)
-        (fence,), (poll,) = (
-            kernel.at(pattern, summed, heard) for pattern in (r"fence\.acq_rel\.sys", ACQUIRE)
-        )
-        word = r"st\.relaxed\.sys\.global\.u32"
-        (post,), (_,) = kernel.at(word, summed, heard), kernel.at(word, heard, over)
-        assert fence < post < poll and kernel.at(LOAD_16, heard, over)
-
-
-def test_nvidia_cast_is_by_the_instruction(nvidia: Nvidia, tmp_path: Path) -> None:
-    """From compute capability 8.9 on; what is older has none."""
     older = tmp_path / "older.ptx"
     output(build.nvcc_program(), *build.NVCC, "-ptx", "-arch=sm_80", SOURCE, "-o", older)
-    instruction = "cvt.rn.satfinite.e4m3x2.f32"
-    assert instruction in nvidia.ptx and instruction not in older.read_text()
+    assert "e4m3x2" not in older.read_text()
 
 
 # Compilers.
@@ -411,27 +383,35 @@ class HostBinding:
 
     def launch(self, kernel: Any, blocks: int, threads: int, arguments: Any, stream: Any) -> None:
         self.launches.append((kernel.__name__, blocks))
-        if any(name in kernel.__name__ for name in ("cast", "route")):  # whose threads meet
-            return self.together(kernel, blocks, threads, arguments)
+        meet = any(name in kernel.__name__ for name in ("cast", "route"))
         for block in range(blocks):
-            for thread in range(threads):
-                self.library.become(block, thread)
-                kernel(*arguments.arguments)
+            if meet:
+                self.together(block, threads, (kernel, arguments))
+            else:
+                self.in_turn(block, threads, kernel, arguments)
 
-    def together(self, kernel: Any, blocks: int, threads: int, arguments: Any) -> None:
-        """All threads of a block at a time."""
-
-        def run(block: int, thread: int) -> None:
+    def in_turn(self, block: int, threads: int, kernel: Any, arguments: Any) -> None:
+        for thread in range(threads):
             self.library.become(block, thread)
             kernel(*arguments.arguments)
 
-        self.library.meet(threads)
-        for block in range(blocks):
-            each = [threading.Thread(target=run, args=(block, i)) for i in range(threads)]
-            for one in each:
-                one.start()
-            for one in each:
-                one.join()
+    def together(self, block: int, threads: int, *work: tuple[Any, Any]) -> None:
+        """The threads of a block of kernels at the same time, since they meet."""
+
+        def run(thread: int, kernel: Any, arguments: Any) -> None:
+            self.library.become(block, thread)
+            kernel(*arguments.arguments)
+
+        each = [
+            threading.Thread(target=run, args=(thread, *one))
+            for one in work
+            for thread in range(threads)
+        ]
+        self.library.meet(len(each))
+        for one in each:
+            one.start()
+        for one in each:
+            one.join()
         self.library.meet(0)
 
 
@@ -483,6 +463,35 @@ RECTANGLES = [
 ]
 
 
+#: Rows of 200 bytes, which several blocks copy.
+ROWS = (0, 224, 0, 224, 200, 600)
+
+
+class Area(NamedTuple):
+    dst: torch.Tensor
+    wanted: torch.Tensor
+    src: torch.Tensor  # the launch has its address
+    ends: tuple[tuple[int, int], ...]
+
+
+def in_places(shape: tuple[int, ...], places: int, apart: int = 0, device: str = "cpu") -> Area:
+    """Rectangles of random bytes; the places begin ``apart`` further from each other than what they
+    get does."""
+    to, dst_pitch, at, src_pitch, width, height = shape
+    there, here = (
+        (max(1, height) * max(width, pitch) + 31) // 16 * 16 for pitch in (dst_pitch, src_pitch)
+    )
+    dst = area(to + places * (there + apart), 1, device)
+    src = area(at + places * here, 2, device)
+    wanted, ends = dst.clone(), []
+    for place in range(places):
+        first, begin = to + place * (there + apart), at + place * here
+        for row in range(height):
+            wanted[first + row * dst_pitch :][:width] = src[begin + row * src_pitch :][:width]
+        ends.append((dst.data_ptr() + first, src.data_ptr() + begin))
+    return Area(dst, wanted, src, tuple(ends))
+
+
 def rectangle(
     kernels: Kernels,
     shape: tuple[int, ...],
@@ -490,17 +499,9 @@ def rectangle(
     stream: Any = None,
     blocks: int = launch.PEER_BLOCKS,
 ) -> None:
-    """Copy within random bytes, and compare all of them with what should be there."""
-    to, dst_pitch, at, src_pitch, width, height = shape
-    dst = area(to + max(1, height) * max(width, dst_pitch) + 32, 1, device)
-    src = area(at + max(1, height) * max(width, src_pitch) + 32, 2, device)
-    wanted = dst.clone()
-    for row in range(height):
-        first, begin = to + row * dst_pitch, at + row * src_pitch
-        wanted[first : first + width] = src[begin : begin + width]
-    ends = ((dst.data_ptr() + to, src.data_ptr() + at),)
-    kernels.copies(ends, (dst_pitch, src_pitch, width, height), stream, blocks)
-    assert torch.equal(dst, wanted), shape
+    found, (_, dst_pitch, _, *rest) = in_places(shape, 1, 0, device), shape
+    kernels.copies(found.ends, (dst_pitch, *rest), stream, blocks)
+    assert torch.equal(found.dst, found.wanted), shape
 
 
 def test_copies_are_exact(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,30 +524,6 @@ def test_copy_takes_the_blocks_that_it_is_given(on_host: Kernels) -> None:
         assert launches == [("ficco_copy_aligned", taken)]
 
 
-class Area(NamedTuple):
-    """What is copied to several places, and where it should lie."""
-
-    src: torch.Tensor
-    dst: torch.Tensor
-    wanted: torch.Tensor
-    ends: tuple[tuple[int, int], ...]
-
-
-def in_places(places: int, height: int, src_pitch: int = 224, apart: int = 0) -> Area:
-    """Rows of 200 bytes, so many in each place, with a pitch of 224 there; places begin ``apart``
-    further from each other than what they get does."""
-    width, pitch, room = 200, 224, height * 224 + 16
-    dst, src = area(places * (room + apart), 1), area(places * room, 2)
-    wanted, ends = dst.clone(), []
-    for place in range(places):
-        to, at = place * (room + apart), place * room
-        for row in range(height):
-            there, here = to + row * pitch, at + row * src_pitch
-            wanted[there : there + width] = src[here : here + width]
-        ends.append((dst.data_ptr() + to, src.data_ptr() + at))
-    return Area(src, dst, wanted, tuple(ends))
-
-
 @pytest.mark.parametrize("peers", [1, 2, 3, launch.MAX_ENDS, launch.MAX_ENDS + 1])
 @pytest.mark.parametrize(
     ("src_pitch", "apart", "alike"),
@@ -557,7 +534,7 @@ def test_copies_to_several_places(
     on_host: Kernels, peers: int, src_pitch: int, apart: int, alike: bool
 ) -> None:
     """By one launch where it can be, with blocks of their own."""
-    found = in_places(peers, 9, src_pitch, apart)
+    found = in_places((0, 224, 0, src_pitch, 200, 9), peers, apart)
     launches = on_host.binding.launches
     launches.clear()
     on_host.copies(found.ends, (224, src_pitch, 200, 9), None, 2)
@@ -580,13 +557,6 @@ def seen_to(words: torch.Tensor, front: int = 0, rear: int = 0) -> Signals:
     posted = [ScriptStep(word, 9, behind=word == at[3]) for word in at[3:6]]
     script = Script((*cleared, *posted, *awaited[front:]))
     return Signals(at[0], Script(tuple(awaited[:front])), script)
-
-
-def carry_out(binding: Any, kernel: Any, block: int, threads: int, given: Any) -> None:
-    """What a block does, one thread after the other."""
-    for thread in range(threads):
-        binding.library.become(block, thread)
-        kernel(*given.arguments)
 
 
 @contextmanager
@@ -615,15 +585,15 @@ def answered(
 @pytest.mark.parametrize("apart", [0, 1])
 def test_signals_come_behind_all_copies(on_host: Kernels, apart: int) -> None:
     """Whatever the order of the blocks; and the word that counts them is 0 again."""
-    found, words = in_places(3, 600, apart=apart), torch.zeros(16, dtype=torch.int32)
+    found, words = in_places(ROWS, 3, apart), torch.zeros(16, dtype=torch.int32)
     signals = seen_to(words)
     launches = on_host._prepare(found.ends, (224, 224, 200, 600), 2, True, signals)
     assert len(launches) == (3 if apart else 1)
     for turn in range(2):
-        for number, (kernel, blocks, *rest) in enumerate(launches):
+        for number, (kernel, blocks, threads, arguments) in enumerate(launches):
             for block in random.Random(turn).sample(range(blocks), blocks):
                 assert not words[1:].any()
-                carry_out(on_host.binding, kernel, block, *rest)
+                on_host.binding.in_turn(block, threads, kernel, arguments)
             assert bool(words[1:].any()) == (number == len(launches) - 1)
         assert torch.equal(found.dst, found.wanted)
         assert words.tolist() == [0, 7, 7, 9, 9, 9] + 10 * [0]
@@ -632,7 +602,7 @@ def test_signals_come_behind_all_copies(on_host: Kernels, apart: int) -> None:
 
 def test_a_launch_waits_for_signals(on_host: Kernels) -> None:
     """Once it has posted its own."""
-    found, words = in_places(3, 600), torch.zeros(16, dtype=torch.int32)
+    found, words = in_places(ROWS, 3), torch.zeros(16, dtype=torch.int32)
     answers = (12, 5, 5), (13, 5, 5)
     with answered(words, answers, lambda: words[[*range(6), 12, 13]].tolist()) as seen:
         on_host.copies(found.ends, (224, 224, 200, 600), None, 2, seen_to(words, rear=2))
@@ -644,16 +614,16 @@ def test_a_launch_waits_for_signals(on_host: Kernels) -> None:
 @pytest.mark.parametrize("apart", [0, 1])
 def test_no_block_copies_before_what_is_in_front_is_there(on_host: Kernels, apart: int) -> None:
     """Of several launches the first waits, for all of them."""
-    found, words = in_places(3, 600, apart=apart), torch.zeros(16, dtype=torch.int32)
+    found, words = in_places(ROWS, 3, apart), torch.zeros(16, dtype=torch.int32)
     before, signals = found.dst.clone(), seen_to(words, front=2)
     launches = on_host._prepare(found.ends, (224, 224, 200, 600), 2, True, signals)
-    kernel, blocks, *rest = launches[0]
+    kernel, blocks, threads, arguments = launches[0]
     for block in range(blocks):
         found.dst.copy_(before)
         words.zero_()
         answers = (7, 5, None), (6, 5, None)
         with answered(words, answers, lambda: torch.equal(found.dst, before)) as seen:
-            carry_out(on_host.binding, kernel, block, *rest)
+            on_host.binding.in_turn(block, threads, kernel, arguments)
         assert seen == [True, True] and not torch.equal(found.dst, before)
         assert words.tolist() == [1, 0, 0, 0, 0, 0, 5, 5] + 8 * [0]
 
@@ -724,15 +694,6 @@ def in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return total.to(dtype)
 
 
-def at_peers(kernels: Kernels, arrived: int) -> Callable[..., None]:
-    """A sum at the peers for which nothing has to be waited for."""
-
-    def reduce(out: torch.Tensor, parts: Sequence[torch.Tensor], stream: Any) -> None:
-        kernels.one_shot(out, parts, Signals(arrived), stream)
-
-    return reduce
-
-
 def far_apart(count: int, dtype: torch.dtype, *shape: int, device: str) -> list[torch.Tensor]:
     """Parts of sizes far apart, so that another order, or a second rounding, shows."""
     made = (
@@ -741,11 +702,21 @@ def far_apart(count: int, dtype: torch.dtype, *shape: int, device: str) -> list[
     return [one.to(dtype) for one in made]
 
 
-def check_reduce(
+def check_reduce(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
+    """Sums here, and those at the peers, for which nothing has to be waited for."""
+    arrived = torch.zeros(1, dtype=torch.int32, device=device)
+    signals = Signals(arrived.data_ptr())
+    check_sum(kernels.reduce, launch.REDUCTIONS, device, stream)
+    alike = [(part, out) for part, out in launch.REDUCTIONS if part == out]
+    check_sum(lambda *sum: kernels.one_shot(*sum[:2], signals, sum[2]), alike, device, stream)
+    assert arrived.item() == 0
+
+
+def check_sum(
     reduce: Callable[..., None],
-    device: str = "cpu",
-    stream: Any = None,
-    kinds: Iterable[tuple[torch.dtype, torch.dtype]] = launch.REDUCTIONS,
+    kinds: Iterable[tuple[torch.dtype, torch.dtype]],
+    device: str,
+    stream: Any,
 ) -> None:
     torch.manual_seed(3)
     for (part, out), count in itertools.product(kinds, (1, 2, 4, 7, 16)):
@@ -767,18 +738,18 @@ def check_reduce(
                 assert torch.equal(total, wanted), (part, out, count, first, last, wider)
 
 
-def check_scaled(reduce: Callable[..., None], device: str = "cpu", stream: Any = None) -> None:
+def check_scaled(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
     """A sum is scaled before it is rounded, by vectors and by elements."""
     for part, out in launch.REDUCTIONS:
         for elements, factor in itertools.product((8, 1003), (1 / 3, 0.25)):
             parts = far_apart(3, part, elements, device=device)
-            found = torch.empty(elements, dtype=out, device=device)
-            reduce(found, parts, stream, factor)
+            total = torch.empty(elements, dtype=out, device=device)
+            kernels.reduce(total, parts, stream, factor)
             wanted = in_order(parts, torch.float32) * factor
-            assert torch.equal(found, wanted.to(out)), (part, out, elements, factor)
+            assert torch.equal(total, wanted.to(out)), (part, out, elements, factor)
 
 
-def check_merge(merge: Callable[..., None], device: str = "cpu", stream: Any = None) -> None:
+def check_merge(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
     """Against float64, to the rounding of the result; a single part and equal ones exactly. Parts
     have all rows, or each its own, the first of them all."""
     torch.manual_seed(4)
@@ -803,7 +774,7 @@ def check_merge(merge: Callable[..., None], device: str = "cpu", stream: Any = N
             ]
             out = torch.full(shape, 7.0, dtype=dtype, device=device).transpose(1, 2)
             total = torch.full((batch, rows, heads), 7.0, device=device).transpose(1, 2)
-            merge(out, total, parts, stream)
+            kernels.merge(out, total, parts, stream)
             wide = torch.stack(lses).double()
             for one, (first, last) in zip(wide, spans, strict=True):
                 one[:, :, :first] = one[:, :, last:] = -torch.inf
@@ -813,12 +784,12 @@ def check_merge(merge: Callable[..., None], device: str = "cpu", stream: Any = N
             assert ((out.double() - wanted).abs() <= 0.6 * eps * wanted.abs() + 1e-5).all()
             assert torch.allclose(total.double(), wide.logsumexp(0), rtol=1e-6, atol=1e-5)
             again = torch.full(shape, 7.0, dtype=dtype, device=device).transpose(1, 2)
-            merge(again, None, [(0, rows, means[0], lses[0])] * count, stream)
+            kernels.merge(again, None, [(0, rows, means[0], lses[0])] * count, stream)
             if count & count - 1 == 0:
                 assert torch.equal(again, means[0])
 
 
-def check_combine(combine: Callable[..., None], device: str = "cpu", stream: Any = None) -> None:
+def check_combine(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
     """Whole numbers exactly; others as PyTorch's operations, up to an ulp of float32."""
     for dtype, choices, (tokens, rows, cols) in itertools.product(
         launch.COMBINES, (0, 1, 2, 3, 8), ((1, 1, 8), (33, 100, 24), (257, 40, 4096), (0, 3, 8))
@@ -829,19 +800,19 @@ def check_combine(combine: Callable[..., None], device: str = "cpu", stream: Any
         weights = torch.randint(-4, 5, (tokens, choices), device=device) / 4
         for one, some in itertools.product((picked, picked.contiguous()), (None, weights)):
             out = torch.full((tokens, cols), 7.0, dtype=dtype, device=device)
-            combine(out, table, one, some, stream)
+            kernels.combine(out, table, one, some, stream)
             picks = table.double()[one] * (1 if some is None else some.double()[..., None])
             assert torch.equal(out, picks.sum(1).to(dtype))
         table = torch.randn(rows, cols, device=device).to(dtype)
         weights = torch.randn(tokens, choices, device=device)
-        combine(out, table, picked, weights, stream)
+        kernels.combine(out, table, picked, weights, stream)
         wanted = (table.double()[picked] * weights.double()[..., None]).sum(1)
         most = (table.double()[picked] * weights.double()[..., None]).abs().sum(1)
         eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
         assert ((out.double() - wanted).abs() <= eps * (most + least)).all()
 
 
-def check_gate(gate: Callable[..., None], device: str = "cpu", stream: Any = None) -> None:
+def check_gate(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
     """Of whole numbers exactly; otherwise to the rounding of the result. Rows between stay."""
     torch.manual_seed(6)
     for dtype, function, shape in itertools.product(
@@ -852,7 +823,7 @@ def check_gate(gate: Callable[..., None], device: str = "cpu", stream: Any = Non
         wide[..., :1, 0], wide[..., 1:2, 0] = 200.0, -200.0
         room = torch.full((*outer[:-1], outer[-1] + 1, cols), 7.0, dtype=dtype, device=device)
         x, out = wide[..., : outer[-1], :], room[..., : outer[-1], :]
-        gate(function, out, x, stream)
+        kernels.gate(function, out, x, stream)
         one, other = x.double().chunk(2, -1)
         held = one * one.sigmoid() if function == "silu gated" else one.relu()
         eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
@@ -863,11 +834,11 @@ def check_gate(gate: Callable[..., None], device: str = "cpu", stream: Any = Non
     nothing = torch.full((1, 16), float("nan")).to(device).bfloat16()
     for function in launch.GATES:
         out = torch.zeros(1, 8, device=device).bfloat16()
-        gate(function, out, nothing, stream)
+        kernels.gate(function, out, nothing, stream)
         assert out.isnan().all()
 
 
-def check_route(route: Callable[..., Any], device: str = "cpu", stream: Any = None) -> None:
+def check_route(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
     torch.manual_seed(7)
     sizes = (
         *(((1, 1), 1, 0), ((300, 2), 9, 3), ((7, 8), 9, 0), ((1000, 1), 9, 50)),
@@ -876,7 +847,7 @@ def check_route(route: Callable[..., Any], device: str = "cpu", stream: Any = No
     for turn, ((tokens, choices), experts, capacity) in enumerate(sizes):
         chosen = torch.rand(tokens, 12, device=device).argsort(1)[:, :choices] % experts
         chosen = chosen if turn % 2 else chosen.t().contiguous().t()
-        counts, places, rows, held = route(chosen, experts, capacity, stream)
+        counts, places, rows, held = kernels.route(chosen, experts, capacity, stream)
         flat = chosen.t().flatten()
         assert torch.equal(counts, torch.bincount(flat, minlength=experts))
         each = (flat[None] == torch.arange(experts, device=device)[:, None]).cumsum(1)
@@ -912,9 +883,7 @@ def check_halves(kernels: Kernels, device: str = "cpu", stream: Any = None) -> N
         assert torch.equal(found[~wanted.isnan()], wanted[~wanted.isnan()])
 
 
-def check_copy_runs(
-    copy_runs: Callable[..., None], device: str = "cpu", stream: Any = None
-) -> None:
+def check_copy_runs(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
     """Runs of any length, more than a launch takes; nothing beside them is written."""
     for count, most in ((1, 1), (5, 3), (launch.MAX_RUNS, 700), (2 * launch.MAX_RUNS + 1, 9)):
         units = torch.arange(count * most * 4, dtype=torch.int32, device=device).view(-1, 4)
@@ -923,129 +892,187 @@ def check_copy_runs(
         rows = draw.integers(1, most + 1, count)
         at, to = (most * draw.permutation(count) for _ in range(2))
         ends = [16 * one + base for one, base in ((to, out.data_ptr()), (at, units.data_ptr()))]
-        copy_runs(*ends, 16 * rows, stream)
+        kernels.copy_runs(*ends, 16 * rows, stream)
         wanted = torch.full_like(units, -1)
         for there, here, some in zip(to, at, rows, strict=True):
             wanted[there : there + some] = units[here : here + some]
         assert torch.equal(out, wanted)
 
 
-def test_placement(on_host: Kernels) -> None:
-    check_place(on_host)
-    x = torch.ones(4, 6)
-    for dst, src in ((x, x[:2]), (x, x.double()), (x.t(), x.t()), (x, torch.ones(6, 4).t())):
-        with pytest.raises(ValueError, match="required"):
-            on_host.place(dst, src, None)
+#: Rows, columns, and elements in front of the first: rows in registers, by one warp and by several,
+#: and rows that are too long for that; blocks, the last of which is short.
+CAST_SHAPES = (
+    *((5, 48, 0, 48), (3, 4112, 0, 4112), (2, 16400, 0, 16400), (3, 96, 3, 96)),
+    *((5, 400, 0, 128), (2, 128, 5, 128)),
+)
 
 
-def test_reduction_is_exact(on_host: Kernels) -> None:
-    check_reduce(on_host.reduce)
-    # bfloat16 is rounded by the kernel's own code, on a GPU too; float16 by this test's header.
-    check_halves(on_host)
+def powers(matrix: torch.Tensor, length: int, most: float) -> torch.Tensor:
+    """By the definition: of all powers of two by which nothing overflows the smallest."""
+    rows, cols = matrix.shape
+    found = torch.empty(rows, -(-cols // length))
+    for row in range(rows):
+        for part in range(found.shape[1]):
+            largest = matrix[row, part * length : (part + 1) * length].abs().max().item()
+            exponent = -126
+            while 2.0**exponent * most < largest:
+                exponent += 1
+            found[row, part] = 2.0**exponent
+    return found
+
+
+def check_casts(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
+    for to, dtype in itertools.product(launch.E4M3, launch.CASTS):
+        check_cast(kernels, to, dtype, device, stream)
+
+
+def check_cast(
+    kernels: Kernels, to: torch.dtype, dtype: torch.dtype, device: str, stream: Any
+) -> None:
+    """Bit by bit as PyTorch, sizes that are as large as may be, ties and what is below the normal
+    numbers among them; and nothing else is written."""
+    most, random_ = torch.finfo(to).max, torch.Generator().manual_seed(1)
+    for rows, cols, ahead, length in CAST_SHAPES:
+        wide = torch.randn(rows, cols + 8, generator=random_)
+        wide *= 2.0 ** torch.randint(-12, 12, (rows, 1), generator=random_)
+        wide[0, ahead : ahead + 16] = torch.arange(16) * 2.0**-10  # ties
+        wide[0, ahead + 16] = most * 2.0**-4
+        wide[1] = 0
+        wide[1, -1] = most  # of no part
+        wide[-1, ahead + cols - 1] = 3 * most  # what is read last
+        matrix = wide.to(device, dtype)[:, ahead : ahead + cols]
+        out = torch.zeros(rows + 1, cols + 16, device=device).to(to)
+        factors = torch.full((rows + 1, -(-cols // length)), 99.0, device=device)
+        into, by = out[:rows, :cols], factors[:rows]
+        kernels.cast(into, by, matrix, stream)
+        wanted = powers(matrix.cpu().float(), length, most).to(device)
+        assert torch.equal(by, wanted), (rows, cols)
+        shared = wanted.repeat_interleave(length, 1)[:, :cols]
+        right = (matrix.float() / shared).to(to)
+        assert torch.equal(into.view(torch.uint8), right.view(torch.uint8)), (rows, cols)
+        assert (factors[rows:] == 99).all()
+        assert not out[rows:].float().any() and not out[:, cols:].float().any()
+
+
+#: Of kernels on a device and a stream, a GPU's too.
+CHECKS = (
+    *(check_place, check_reduce, check_scaled, check_halves, check_merge, check_combine),
+    *(check_gate, check_route, check_copy_runs, check_casts),
+)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_kernels_are_exact(on_host: Kernels, check: Callable[[Kernels], None]) -> None:
+    check(on_host)
+
+
+def test_casts_of_what_is_not_finite_are_nan(on_host: Kernels) -> None:
+    for to, value in itertools.product(launch.E4M3, (torch.nan, torch.inf, -torch.inf)):
+        matrix = torch.ones(3, 256).bfloat16()
+        matrix[1, 200] = value
+        out, factors = torch.zeros(3, 256).to(to), torch.zeros(3, 2)
+        on_host.cast(out, factors, matrix, None)
+        back = out.float() * factors.repeat_interleave(128, 1)
+        assert back[1, 128:].isnan().all()
+        assert (back[[0, 2]] == 1).all() and (back[1, :128] == 1).all()
+
+
+def test_a_sum_in_place(on_host: Kernels) -> None:
     parts = [torch.randn(501).bfloat16() for _ in range(3)]
     wanted = in_order(parts, torch.bfloat16)
     on_host.reduce(parts[1], parts, None)
-    assert torch.equal(parts[1], wanted), "in place"
-    check_scaled(on_host.reduce)
+    assert torch.equal(parts[1], wanted)
 
 
-def refused(function: Callable[..., Any], cases: Iterable[tuple[Any, ...]], words: str) -> None:
-    """Arguments that are refused; the last of each case may be its own words."""
-    for case in cases:
-        *wrong, last = case
-        own = isinstance(last, str)
-        with pytest.raises(ValueError, match=last if own else words):
-            function(*(wrong if own else case), None)
-
-
-def test_refused_sums(on_host: Kernels) -> None:
-    x, half = torch.ones(4, 6), torch.zeros(3, 4).bfloat16()
-    cases = [
-        (x, [], "at least 1"),
-        (x, [x[:2]], "shape"),
-        (x, [x.double()], "float64"),
-        (x, [x.bfloat16()], "bfloat16"),
-        (x.bfloat16(), [x, x.bfloat16()], "one dtype"),
-        (x.t(), [x.t()], "contiguous"),
-        (x[:, 1:], [x[:, 1:], torch.ones(4, 9)[:, 1:6]], "one distance"),
-        (half, [half] * 17, "1 to 16, got 17"),  # the kernel's arguments hold 16
-    ]
-    refused(on_host.reduce, cases, "")
-
-
-def test_merge(on_host: Kernels) -> None:
-    check_merge(on_host.merge)
-    one = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)
-    lse = torch.zeros(1, 2, 3)
-    cases = [
-        (one, None, [], "required 1 to 16"),
-        (one, None, [(0, 3, one.half(), lse)], "required shape"),
-        (one, None, [(0, 3, one[..., :4], lse)], "required shape"),
-        (one, None, [(0, 3, one[:, :, :2], lse)], "required shape"),
-        (one, None, [(1, 4, one, lse)], "required rows of the 3 of out, got 1 to 4"),
-        (one, lse[:, :1], [(0, 3, one, lse)], "lse: required float32"),
-        (one, None, [(0, 3, one, lse.double())], "lse: required float32"),
-        (one, None, [(0, 3, one, lse[:, :, :2])], "lse: required float32"),
-        (one[..., 1:], None, [(0, 3, one[..., 1:], lse)], "multiples of 16 bytes"),
-    ]
-    refused(on_host.merge, cases, "")
-
-
-def test_route(on_host: Kernels) -> None:
-    check_route(on_host.route)
-    cases = (torch.zeros(3), 2, 1), (torch.zeros(3, 2).int(), 2, 1)
-    refused(on_host.route, cases, "required int64")
-
-
-def test_gate(on_host: Kernels) -> None:
-    check_gate(on_host.gate)
-    x, out = torch.zeros(3, 16).bfloat16(), torch.zeros(3, 8).bfloat16()
-    cases = (
-        ("gelu gated", out, x),
-        ("silu gated", out.float(), x.float()),
-        ("silu gated", out[:2], x),
-        ("silu gated", out[:, :4], x[:, :8]),
-        ("silu gated", out[:, ::2], x[:, ::2]),
+def test_refused_arguments(on_host: Kernels) -> None:
+    x, few = torch.ones(4, 6), torch.zeros(3, 4).bfloat16()
+    mean, lse = torch.zeros(1, 2, 3, 8).bfloat16(), torch.zeros(1, 2, 3)
+    gated, rows, out = (torch.zeros(*shape).bfloat16() for shape in ((3, 16), (5, 8), (3, 8)))
+    picked, weights, run = torch.zeros(3, 2).long(), torch.ones(3, 2), np.array([32])
+    matrix, narrow, factors = (
+        torch.zeros(4, 32),
+        torch.zeros(4, 32).to(launch.E4M3[0]),
+        torch.zeros(4, 1),
     )
-    refused(on_host.gate, cases, "multiples of 16 bytes")
+    units, at = torch.zeros(2, 12).bfloat16(), Signals(0)
+    cases: dict[Callable[..., Any], list[tuple[Any, ...]]] = {
+        on_host.place: [
+            (x, x[:2], "required"),
+            (x, x.double(), "required"),
+            (x.t(), x.t(), "required"),
+            (x, torch.ones(6, 4).t(), "required"),
+        ],
+        on_host.reduce: [
+            (x, [], "at least 1"),
+            (x, [x[:2]], "shape"),
+            (x, [x.double()], "float64"),
+            (x, [x.bfloat16()], "bfloat16"),
+            (x.bfloat16(), [x, x.bfloat16()], "one dtype"),
+            (x.t(), [x.t()], "contiguous"),
+            (x[:, 1:], [x[:, 1:], torch.ones(4, 9)[:, 1:6]], "one distance"),
+            (few, [few] * 17, "1 to 16, got 17"),  # the kernel's arguments hold 16
+        ],
+        on_host.two_shot: [
+            (wrong, [wrong], [], [(0, 0, units[:1])], 1, at, "multiples of 16 bytes")
+            for wrong in (units[:1], torch.zeros(2, 16).bfloat16()[:, :8])
+        ],
+        on_host.merge: [
+            (mean, None, [], "required 1 to 16"),
+            (mean, None, [(0, 3, mean.half(), lse)], "required shape"),
+            (mean, None, [(0, 3, mean[..., :4], lse)], "required shape"),
+            (mean, None, [(0, 3, mean[:, :, :2], lse)], "required shape"),
+            (mean, None, [(1, 4, mean, lse)], "required rows of the 3 of out, got 1 to 4"),
+            (mean, lse[:, :1], [(0, 3, mean, lse)], "lse: required float32"),
+            (mean, None, [(0, 3, mean, lse.double())], "lse: required float32"),
+            (mean, None, [(0, 3, mean, lse[:, :, :2])], "lse: required float32"),
+            (mean[..., 1:], None, [(0, 3, mean[..., 1:], lse)], "multiples of 16 bytes"),
+        ],
+        on_host.route: [
+            (torch.zeros(3), 2, 1, "required int64"),
+            (torch.zeros(3, 2).int(), 2, 1, "required int64"),
+        ],
+        on_host.gate: [
+            ("gelu gated", out, gated, "multiples of 16 bytes"),
+            ("silu gated", out.float(), gated.float(), "multiples of 16 bytes"),
+            ("silu gated", out[:2], gated, "multiples of 16 bytes"),
+            ("silu gated", out[:, :4], gated[:, :8], "multiples of 16 bytes"),
+            ("silu gated", out[:, ::2], gated[:, ::2], "multiples of 16 bytes"),
+        ],
+        on_host.copy_runs: [
+            (*(run + 8 * (turn == place) for place in range(3)), "multiples of 16 bytes")
+            for turn in range(3)
+        ],
+        on_host.combine: [
+            (out, rows.float(), picked, weights, "required rows and a result"),
+            (out[:2], rows, picked, weights, "required rows and a result"),
+            (out[:, :4], rows[:, :4], picked, weights, "required contiguous rows"),
+            (out, rows, picked.int(), weights, "required int64 numbers"),
+            (out, rows, picked, weights.double(), "required int64 numbers"),
+            (out, rows, picked, weights[:, :1], "required int64 numbers"),
+        ],
+        on_host.cast: [
+            (narrow, torch.zeros(4, 2), matrix, "factors of one of the shapes"),
+            (narrow, factors, torch.zeros(4, 16), "a result of 4 x 16"),
+            (narrow, factors, matrix.double(), "16 columns"),
+            (narrow, factors, torch.zeros(32, 4).t(), "contiguous rows"),
+        ],
+    }
+    for method, refusals in cases.items():
+        for *arguments, words in refusals:
+            with pytest.raises(ValueError, match=words):
+                method(*arguments, None)
 
 
-def test_copy_runs(on_host: Kernels) -> None:
-    check_copy_runs(on_host.copy_runs)
-    one = np.array([32])
-    cases = (one + 8, one, one), (one, one + 8, one), (one, one, one + 8)
-    refused(on_host.copy_runs, cases, "multiples of 16 bytes")
-
-
-def test_combine(on_host: Kernels) -> None:
-    check_combine(on_host.combine)
-    rows, out = torch.zeros(5, 8).bfloat16(), torch.zeros(3, 8).bfloat16()
-    picked, weights = torch.zeros(3, 2).long(), torch.ones(3, 2)
-    cases = (
-        (out, rows.float(), picked, weights, "required rows and a result"),
-        (out[:2], rows, picked, weights, "required rows and a result"),
-        (out[:, :4], rows[:, :4], picked, weights, "required contiguous rows"),
-        (out, rows, picked.int(), weights),
-        (out, rows, picked, weights.double()),
-        (out, rows, picked, weights[:, :1]),
-    )
-    refused(on_host.combine, cases, "required int64 numbers")
-
-
-#: Of parts of the result's dtype.
-ALIKE = [(part, out) for part, out in launch.REDUCTIONS if part == out]
-
-
-def test_sum_at_the_peers_is_exact(on_host: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_at_the_peers_take_many_blocks(
+    on_host: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which go over what there is more than once."""
     arrived = torch.zeros(1, dtype=torch.int32)
-    check_reduce(at_peers(on_host, arrived.data_ptr()), kinds=ALIKE)
-    assert arrived.item() == 0
-    # On many blocks, which go over what there is more than once.
     monkeypatch.setattr(on_host.binding, "processors", 6)
     parts = [torch.randn(3 * launch.ONE_SHOT_THREADS * 4 * 4 * 2 + 5) for _ in range(3)]
     found, launches = torch.empty_like(parts[0]), on_host.binding.launches
     launches.clear()
-    at_peers(on_host, arrived.data_ptr())(found, parts, None)
+    on_host.one_shot(found, parts, Signals(arrived.data_ptr()), None)
     assert torch.equal(found, in_order(parts, torch.float32))
     assert launches == [("ficco_one_shot_float32", 3)]
 
@@ -1074,7 +1101,7 @@ class Sum:
         assert (blocks, self.threads) == (3, launch.ONE_SHOT_THREADS)
 
     def carry_out(self, block: int) -> None:
-        carry_out(self.binding, self.kernel, block, self.threads, self.arguments)
+        self.binding.in_turn(block, self.threads, self.kernel, self.arguments)
 
 
 def test_what_is_told_behind_a_sum_comes_behind_all_of_it(
@@ -1144,23 +1171,8 @@ class TwoShot:
             kernels.two_shot(self.out[rank, mine], parts, *ends, None)
 
     def carry_out(self, block: int, *ranks: int) -> None:
-        """Kernels, names of threads and arguments of all launches at once."""
-
-        def run(rank: int, thread: int) -> None:
-            kernel, _, _, arguments, _ = self.launches[rank]
-            self.binding.library.become(block, thread)
-            kernel(*arguments.arguments)
-
-        threads = range(launch.ONE_SHOT_THREADS)
-        each = [
-            threading.Thread(target=run, args=pair) for pair in itertools.product(ranks, threads)
-        ]
-        self.binding.library.meet(len(each))
-        for one in each:
-            one.start()
-        for one in each:
-            one.join()
-        self.binding.library.meet(0)
+        work = [(self.launches[rank][0], self.launches[rank][3]) for rank in ranks]
+        self.binding.together(block, launch.ONE_SHOT_THREADS, *work)
 
 
 def test_a_two_shot_is_exact_on_all_ranks(
@@ -1207,14 +1219,6 @@ def test_a_block_of_a_two_shot_meets_that_block_of_the_peer(
     assert seen == [(True, False)]
     assert torch.equal(ranks.out[0, 8:], torch.where(its, arrived, 0))
     assert words.nonzero().flatten().tolist() == [0, ours]
-
-
-def test_a_two_shot_of_cut_units_is_refused(on_host: Kernels) -> None:
-    rows = torch.zeros(2, 12).bfloat16()
-    given = [], [(0, 0, rows[:1])], 1, Signals(0), None
-    for wrong in (rows[:1], torch.zeros(2, 16).bfloat16()[:, :8]):
-        with pytest.raises(ValueError, match="multiples of 16 bytes"):
-            on_host.two_shot(wrong, [wrong], *given)
 
 
 def test_a_script_goes_from_the_front(on_host: Kernels) -> None:
@@ -1280,8 +1284,6 @@ TARGET = Target("cuda", "sm_90")
 
 
 class Counted:
-    """A compiler that counts, and may fail."""
-
     def __init__(self, version: str = "1", error: str = "") -> None:
         self.version, self.error, self.calls = version, error, 0
 
@@ -1399,82 +1401,3 @@ def test_next_compiler_where_one_fails(
         monkeypatch.setitem(build.FINDERS, vendor, (gone,))
         with pytest.raises(BackendError, match=f"no compiler: it was not found.*{remedy}"):
             build.compiled(Target(vendor, "any"))
-
-
-# Casts.
-
-E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-#: Rows, columns, and elements in front of the first: rows in registers, by one warp and by several,
-#: and rows that are too long for that; blocks, the last of which is short.
-CAST_SHAPES = (
-    *((5, 48, 0, 48), (3, 4112, 0, 4112), (2, 16400, 0, 16400), (3, 96, 3, 96)),
-    *((5, 400, 0, 128), (2, 128, 5, 128)),
-)
-
-
-def powers(matrix: torch.Tensor, length: int, most: float) -> torch.Tensor:
-    """By the definition: of all powers of two by which nothing overflows the smallest."""
-    rows, cols = matrix.shape
-    found = torch.empty(rows, -(-cols // length))
-    for row in range(rows):
-        for part in range(found.shape[1]):
-            largest = matrix[row, part * length : (part + 1) * length].abs().max().item()
-            exponent = -126
-            while 2.0**exponent * most < largest:
-                exponent += 1
-            found[row, part] = 2.0**exponent
-    return found
-
-
-def check_casts(
-    kernels: Kernels, to: torch.dtype, dtype: torch.dtype, device: str = "cpu", stream: Any = None
-) -> None:
-    """Bit by bit as PyTorch, sizes that are as large as may be, ties and what is below the normal
-    numbers among them; and nothing else is written."""
-    most, random_ = torch.finfo(to).max, torch.Generator().manual_seed(1)
-    for rows, cols, ahead, length in CAST_SHAPES:
-        wide = torch.randn(rows, cols + 8, generator=random_)
-        wide *= 2.0 ** torch.randint(-12, 12, (rows, 1), generator=random_)
-        wide[0, ahead : ahead + 16] = torch.arange(16) * 2.0**-10  # ties
-        wide[0, ahead + 16] = most * 2.0**-4
-        wide[1] = 0
-        wide[1, -1] = most  # of no part
-        wide[-1, ahead + cols - 1] = 3 * most  # what is read last
-        matrix = wide.to(device, dtype)[:, ahead : ahead + cols]
-        out = torch.zeros(rows + 1, cols + 16, device=device).to(to)
-        factors = torch.full((rows + 1, -(-cols // length)), 99.0, device=device)
-        into, by = out[:rows, :cols], factors[:rows]
-        kernels.cast(into, by, matrix, stream)
-        wanted = powers(matrix.cpu().float(), length, most).to(device)
-        assert torch.equal(by, wanted), (rows, cols)
-        shared = wanted.repeat_interleave(length, 1)[:, :cols]
-        right = (matrix.float() / shared).to(to)
-        assert torch.equal(into.view(torch.uint8), right.view(torch.uint8)), (rows, cols)
-        assert (factors[rows:] == 99).all()
-        assert not out[rows:].float().any() and not out[:, cols:].float().any()
-
-
-@pytest.mark.parametrize("to", E4M3)
-def test_casts(on_host: Kernels, to: torch.dtype) -> None:
-    for dtype in launch.CASTS:
-        check_casts(on_host, to, dtype)
-    for value in (float("nan"), float("inf"), -float("inf")):  # they become NaN
-        matrix = torch.ones(3, 256).bfloat16()
-        matrix[1, 200] = value
-        out, factors = torch.zeros(3, 256).to(to), torch.zeros(3, 2)
-        on_host.cast(out, factors, matrix, None)
-        back = out.float() * factors.repeat_interleave(128, 1)
-        assert back[1, 128:].isnan().all()
-        assert (back[[0, 2]] == 1).all() and (back[1, :128] == 1).all()
-
-
-def test_casts_that_cannot_be_are_refused(on_host: Kernels) -> None:
-    out, factors = torch.zeros(4, 32).to(E4M3[0]), torch.zeros(4, 1)
-    matrix = torch.zeros(4, 32)
-    cases = (
-        (out, torch.zeros(4, 2), matrix, "factors of one of the shapes"),
-        (out, factors, torch.zeros(4, 16), "a result of 4 x 16"),
-        (out, factors, matrix.double(), "16 columns"),
-        (out, factors, torch.zeros(32, 4).t(), "contiguous rows"),
-    )
-    refused(on_host.cast, cases, "")

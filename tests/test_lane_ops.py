@@ -423,8 +423,6 @@ def test_what_is_recorded_shares_no_event_with_the_rest(
 
 
 class LoggedEvent:
-    """Says what comes behind what."""
-
     def __init__(self, name: str, log: list[str]) -> None:
         self.record = lambda stream: log.append(f"{name} behind {stream}")
         self.hold = lambda stream: log.append(f"{stream} behind {name}")

@@ -51,8 +51,8 @@ def device() -> Iterator[str]:
         yield "cpu"
 
 
-def _not_described(at: Rank) -> list[str]:
-    """Warnings of two problems for a number of ranks that no file describes."""
+@on_ranks(3)
+def test_one_warning_where_no_file_describes_so_many_ranks(at: Rank) -> None:
     errors._warned.clear()
     group = dist.new_group(list(range(at.world)))
     with warnings.catch_warnings(record=True) as seen:
@@ -60,31 +60,22 @@ def _not_described(at: Rank) -> list[str]:
         for n in (8, 16, 16):
             ficco.all_gather_matmul(torch.ones(4, 8), torch.ones(8, n), group=group)
     leave(group)
-    return [str(one.message) for one in seen]
-
-
-def test_one_warning_where_no_file_describes_so_many_ranks() -> None:
-    (text,), *others = ranks.run(3, _not_described)
-    assert others == [[], []]
-    assert text == (
+    text = (
         "schedule='auto' takes serial:collective: machine cpu describes 4 ranks, not 3; "
         "`ficco tune` measures this machine"
     )
+    assert [str(one.message) for one in seen] == [text] * (at.rank == 0)
 
 
-def _by_copies(at: Rank) -> str:
+@on_ranks(3)
+def test_signals_by_copies(at: Rank) -> None:
     cases = [equal(3, 12, 16, 8, schedule=name) for name in ("growing", "shard-overlap:pull")]
     ficco.close()
     with ficco.options(signals="copy"):
         all_exact(at, cases)
         post = str(workspaces()[0].engine.capabilities().post)
     ficco.close()
-    return post
-
-
-def test_signals_by_copies() -> None:
-    for post in ranks.run(3, _by_copies):
-        assert post == "4-byte copy to the peer's memory (asked for)"
+    assert post == "4-byte copy to the peer's memory (asked for)"
 
 
 @on_ranks(3)
@@ -159,21 +150,17 @@ def test_mismatch_when_warm() -> None:
     test_faults.assert_mismatch(found, 2)
 
 
-def _memory_goes(at: Rank) -> tuple[int, int]:
-    """Open files before and after groups that come and go."""
+@on_ranks(2)
+def test_memory_is_given_back(at: Rank) -> None:
+    """As many files are open after groups that come and go."""
     counts = []
     ficco.close()
     for _ in range(4):
-        exact(at, equal(2, 64, 64, 64, schedule="growing"), 0)
-        exact(at, equal(2, 256, 64, 64, schedule="growing"), 1)
+        for iteration, rows in enumerate((64, 256)):
+            exact(at, equal(2, rows, 64, 64, schedule="growing"), iteration)
         at.barrier()
         ficco.close()
         at.barrier()
         gc.collect()
         counts.append(len(os.listdir("/proc/self/fd")))
-    return counts[0], counts[-1]
-
-
-def test_memory_is_given_back() -> None:
-    for first, last in ranks.run(2, _memory_goes):
-        assert first == last
+    assert counts[0] == counts[-1]

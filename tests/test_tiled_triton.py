@@ -23,7 +23,7 @@ from test_kernels import places
 from test_worklist import COSTS, spans
 
 from ficco.compute.tiled.portable import MOST_PRODUCTS, POLL_S, compiled_by_triton, lacking
-from ficco.compute.tiled.products import Enqueue, TileTypes
+from ficco.compute.tiled.products import Enqueue, TiledProducts, TileScales, TileTypes
 from ficco.compute.tiled.worklist import (
     MAX_GATES,
     MI300X,
@@ -58,49 +58,99 @@ def turns() -> Iterator[None]:
 # In the interpreter.
 
 
+#: Seconds after which a kernel no longer waits.
+LIMIT_S = 4.0
+
+
 class Call:
-    """Integer-valued operands of a list, NaN around them and in the results, words and a launch."""
+    """Integer-valued operands of one work list, with NaN around them and in the results, its words
+    and its launch. Integers make the products exact in any order."""
 
     def __init__(
         self,
+        products: TiledProducts,
         tiles: TileList,
-        dtype: torch.dtype = torch.bfloat16,
-        b_rows: bool = True,
-        limit_s: float = 60.0,
+        types: torch.dtype | TileTypes,
+        b_rows: bool,
+        padding: int = 8,
+        limit_s: float = LIMIT_S,
     ) -> None:
         work = tiles.work
-        self.tiles, self.dtype = tiles, dtype
+        types = types if isinstance(types, TileTypes) else TileTypes.of(types)
+        self.tiles, self.dtype, self.padding = tiles, types.out, padding
+        self.device = products.device.type
         count = len(work.gates) + len(work.announces) + 1
-        self.words = torch.zeros(count, dtype=torch.int32)
+        self.words = torch.zeros(count, dtype=torch.int32, device=self.device)
         at = [self.words.data_ptr() + 4 * i for i in range(count)]
-        gates, posts = at[: len(work.gates)], at[len(work.gates) : -1]
-        self.posts = self.words[len(work.gates) : -1]
-        self.a = [self.room(rows, work.k, -2, 3) for rows in work.rows]
-        self.b = (
-            self.room(work.k, work.n, -1, 2) if b_rows else self.room(work.n, work.k, -1, 2).t()
-        )
+        self.gates, self.posts = at[: len(work.gates)], at[len(work.gates) : -1]
+        k, (a, b, *_) = work.k * 2 // types.a.itemsize, types
+        self.a = [self.room(rows, k, a) for rows in work.rows]
+        self.b = self.room(k, work.n, b) if b_rows else self.room(work.n, k, b).t()
         self.out = [self.room(rows, work.n) for rows in work.rows]
-        self.exact = [(a.double() @ self.b.double()).to(dtype) for a in self.a]
-        types, products = TileTypes.of(dtype), HostProducts(tiles.clusters)
-        self.prepared = products.prepare(
-            tiles, types, b_rows, late=at[-1], limit_s=limit_s, gates=gates, words=posts
-        )
+        self.scales: TileScales | None = None
+        words = {"late": at[-1], "gates": self.gates, "words": self.posts}
+        self.prepared = products.prepare(tiles, types, b_rows, limit_s=limit_s, **words)
+        self.settle()
 
-    def room(self, rows: int, columns: int, low: int = 0, high: int = 0) -> torch.Tensor:
-        """Integers from ``low`` on, or NaN, in a larger matrix of NaN."""
-        made = torch.full((rows + 2, columns + 8), torch.nan, dtype=self.dtype)[1:-1, :columns]
-        return made.random_(low, high) if high else made
+    def settle(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def room(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A matrix of NaN inside of a larger one."""
+        dtype = dtype or self.dtype
+        around, beside = (2, self.padding * 2 // dtype.itemsize) if self.padding else (0, 0)
+        whole = torch.full((rows + around, columns + beside), torch.nan, device=self.device)
+        return whole.to(dtype)[around // 2 :][:rows, :columns]
+
+    def fill(self, seed: int) -> None:
+        """Sets operands; results are NaN, gates and announcements at rest."""
+        numbers = torch.Generator(self.device).manual_seed(seed)
+        for tensor, low, high in (*((t, -2, 3) for t in self.a), (self.b, -1, 2)):
+            where = {"device": self.device, "generator": numbers}
+            tensor.copy_(torch.randint(low, high, tensor.shape, **where).to(tensor.dtype))
+        for tensor in self.out:
+            tensor.fill_(torch.nan)
+        self.words.zero_()
+
+    @property
+    def exact(self) -> list[torch.Tensor]:
+        products = [a.double() @ self.b.double() for a in self.a]
+        if (scales := self.scales) is not None:
+            bias = 0.0 if scales.bias is None else scales.bias.double()
+            products = [
+                product * of_a.double() * scales.b.double() + bias
+                for product, of_a in zip(products, scales.a, strict=True)
+            ]
+        return [product.to(self.dtype) for product in products]
 
     def launch(self) -> Enqueue | None:
-        return self.prepared.launch(self.a, self.b, self.out, None)
+        stream = torch.cuda.current_stream().cuda_stream if self.device == "cuda" else None
+        return self.prepared.launch(self.a, self.b, self.out, stream, self.scales)
 
-    def verify(self, late: int = 0) -> None:
-        assert int(self.words[-1]) == late
-        for out, exact in zip(self.out, self.exact, strict=True):
-            assert torch.equal(out, exact)
-            assert out._base is not None
-            assert int((~out._base.isnan()).sum()) == out.numel(), "written around the result"
-        assert not self.prepared.counters.any(), "counters are not at rest"
+    def verify(self, what: object = "", late: int = 0) -> None:
+        self.settle()
+        assert int(self.words[-1]) == late, f"{what}: late is {self.words[-1]}"
+        for product, (out, exact) in enumerate(zip(self.out, self.exact, strict=True)):
+            wrong = (out != exact).nonzero()
+            first = wrong[0].tolist() if len(wrong) else []
+            assert not first, (
+                f"{what}: product {product}, {len(wrong)} of {out.numel()} wrong, first {first}: "
+                f"{out[tuple(first)].item()}, right is {exact[tuple(first)].item()}"
+            )
+            if self.padding:
+                buffer = out._base
+                assert buffer is not None
+                assert int((~buffer.isnan()).sum()) == out.numel(), f"{what}: written around C"
+        assert not self.prepared.counters.any(), f"{what}: counters are not at rest"
+
+
+def interpreted(
+    tiles: TileList, dtype: torch.dtype = torch.bfloat16, b_rows: bool = True, limit_s: float = 60.0
+) -> Call:
+    call = Call(HostProducts(tiles.clusters), tiles, dtype, b_rows, limit_s=limit_s)
+    call.fill(1)
+    return call
 
 
 def made(work: Work, cut: Cut, clusters: int, tiling: Tiling = SMALL) -> TileList:
@@ -118,7 +168,7 @@ def test_products_are_exact(dtype: str, b_rows: bool) -> None:
         ((33,), 40, 1024, Cut.END, 6),
         ((31,), 40, 1992, Cut.END, 5),
     ):
-        call = Call(made(Work(rows, n, k), cut, clusters), DTYPES[dtype], b_rows)
+        call = interpreted(made(Work(rows, n, k), cut, clusters), DTYPES[dtype], b_rows)
         for _ in range(2):
             call.launch()
             call.verify()
@@ -128,12 +178,11 @@ def test_products_are_exact(dtype: str, b_rows: bool) -> None:
 
 def test_a_launch_is_enqueued_again() -> None:
     """For the same operands, without their check; it keeps its lists."""
-    call = Call(made(Work((33,), 40, 1024), Cut.END, 6))
+    call = interpreted(made(Work((33,), 40, 1024), Cut.END, 6))
     again = call.launch()
     assert again is not None
     call.a[0].fill_(2)
     call.out[0].fill_(torch.nan)
-    call.exact = [(call.a[0].double() @ call.b.double()).to(call.dtype)]
     del call.prepared
     again(None)
     assert torch.equal(call.out[0], call.exact[0])
@@ -141,7 +190,6 @@ def test_a_launch_is_enqueued_again() -> None:
 
 @contextmanager
 def beside(work: Callable[[], None]) -> Iterator[None]:
-    """Another thread works meanwhile."""
     thread = threading.Thread(target=work)
     thread.start()
     yield
@@ -155,7 +203,7 @@ def test_tiles_wait_for_their_rows(
     """Rows are NaN until another thread writes them and opens their gate, in random order."""
     rng = random.Random(cut.name)
     work = Work(rows, 40, 1024, spans(rng, rows, count))
-    call = Call(made(work, cut, 6))
+    call = interpreted(made(work, cut, 6))
     given = [a.clone() for a in call.a]
     for product, first, last in (span for gate in work.gates for span in gate):
         call.a[product][first:last] = torch.nan
@@ -174,19 +222,18 @@ def test_tiles_wait_for_their_rows(
 
 @pytest.mark.parametrize(("rows", "cut"), [((100,), Cut.NONE), ((65, 33), Cut.END)])
 def test_announced_rows_are_stored(rows: tuple[int, ...], cut: Cut, turns: None) -> None:
-    """Another thread reads rows as soon as their word is set."""
     work = Work(rows, 40, 1024, (), spans(random.Random(2), rows, 5))
-    call = Call(made(work, cut, 6))
-    early: list[int] = []
+    call = interpreted(made(work, cut, 6))
+    early, wanted = list[int](), call.exact
 
     def watch() -> None:
         left = set(range(len(work.announces)))
         end = time.monotonic() + 30
         while left and time.monotonic() < end:
-            for index in [index for index in left if call.posts[index]]:
+            for index in [index for index in left if call.words[index]]:
                 left.remove(index)
                 for product, first, last in work.announces[index]:
-                    stored, exact = (some[product][first:last] for some in (call.out, call.exact))
+                    stored, exact = (some[product][first:last] for some in (call.out, wanted))
                     if not torch.equal(stored, exact):
                         early.append(index)
         early.extend(left)
@@ -199,7 +246,7 @@ def test_announced_rows_are_stored(rows: tuple[int, ...], cut: Cut, turns: None)
 
 def test_a_gate_that_never_opens() -> None:
     gates = tuple((RowSpan(0, first, first + 32),) for first in range(0, 96, 32))
-    call = Call(made(Work((96,), 40, 64, gates), Cut.NONE, 2), limit_s=100 * POLL_S)
+    call = interpreted(made(Work((96,), 40, 64, gates), Cut.NONE, 2), limit_s=100 * POLL_S)
     call.words[:2] = 1
     call.launch()
     call.verify(late=3)
@@ -212,7 +259,7 @@ def test_a_gate_that_never_opens() -> None:
 def test_parts_that_never_come() -> None:
     tiles = made(Work((32,), 32, 2048), Cut.END, 3)
     owners_first = replace(tiles, items=np.ascontiguousarray(tiles.items[:, ::-1]))
-    call = Call(owners_first, limit_s=10 * POLL_S)
+    call = interpreted(owners_first, limit_s=10 * POLL_S)
     call.launch()
     assert int(call.words[-1]) == 1 + MAX_GATES
 
@@ -226,7 +273,7 @@ def test_parts_are_added_in_one_order() -> None:
         torch.manual_seed(0)
         order = np.random.default_rng(seed).permutation(tiles.clusters)
         order = order[np.argsort(owns[order], kind="stable")]
-        call = Call(replace(tiles, items=np.ascontiguousarray(tiles.items[:, order])))
+        call = interpreted(replace(tiles, items=np.ascontiguousarray(tiles.items[:, order])))
         for tensor in (*call.a, call.b):
             tensor.copy_(torch.randn(tensor.shape))
         call.launch()
@@ -236,11 +283,11 @@ def test_parts_are_added_in_one_order() -> None:
 
 def test_operands_that_cannot_be_addressed() -> None:
     """Rows that begin between multiples of 16 bytes are copied, or refused if they wait."""
-    call = Call(made(Work((33,), 40, 72), Cut.NONE, 2))
+    call = interpreted(made(Work((33,), 40, 72), Cut.NONE, 2))
     call.a = [torch.empty(33, 75, dtype=call.dtype)[:, 1:73].copy_(call.a[0])]
     assert call.launch() is None  # what enqueues it again would read the copy
     call.verify()
-    gated = Call(made(Work((33,), 40, 72, ((RowSpan(0, 0, 1),),)), Cut.NONE, 2))
+    gated = interpreted(made(Work((33,), 40, 72, ((RowSpan(0, 0, 1),),)), Cut.NONE, 2))
     gated.a = call.a
     with pytest.raises(ValueError, match="multiples of 16"):
         gated.launch()

@@ -1,5 +1,5 @@
 """Rows that arrive for Triton kernels on GPUs: exact, between other calls, in graphs, and when they
-never come. With ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
+never come."""
 
 from __future__ import annotations
 

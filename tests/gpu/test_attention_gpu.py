@@ -1,6 +1,5 @@
 """Attention of a sequence that ranks share, on GPUs: masks and sizes of heads that libraries serve
-in different ways, results and gradients. With
-``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
+in different ways, results and gradients."""
 
 from __future__ import annotations
 

@@ -30,7 +30,6 @@ def cuda() -> Any:
 
 
 def _chosen(at: Rank) -> None:
-    """The memory of groups of four ranks, some of which this rank is in."""
     from ficco.dma import cuda_driver
 
     driver = cuda_driver.CudaDriver.__new__(cuda_driver.CudaDriver)

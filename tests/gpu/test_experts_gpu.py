@@ -1,5 +1,4 @@
-"""Layers of experts on GPUs: routes that the contract does not have, and larger blocks. With
-``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
+"""Layers of experts on GPUs: routes that the contract does not have, and larger blocks."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import torch
 from experts import Layer, data, plain, weights_of
 from ranks import Rank, ranks, run
 from test_experts import LAYERS, call, every_way
+from test_hosts_experts import over
 
 pytestmark = pytest.mark.multigpu
 
@@ -24,7 +24,6 @@ def test_tokens_of_few_experts(world: int, split: str) -> None:
 
 
 def larger(at: Rank) -> None:
-    """Larger blocks, in bfloat16."""
     layer = Layer((700,) * at.world, 4 * at.world, 2, 64, 32, 512, True, dtype=torch.bfloat16)
     for iteration, name in enumerate(("shard-overlap", "growing:compute=2,copy=2", "serial")):
         given = data(layer, at.rank, iteration)
@@ -35,6 +34,6 @@ def larger(at: Rank) -> None:
         torch.testing.assert_close(found.float().cpu(), wanted, rtol=0, atol=atol)
 
 
-@ranks(2, 4)
-def test_larger_blocks(world: int) -> None:
-    run(world, larger, device="cuda")
+@pytest.mark.parametrize(("hosts", "local"), [(1, 2), (1, 4), (2, 1), (2, 2)])
+def test_larger_blocks(hosts: int, local: int) -> None:
+    run(hosts * local, over, hosts, larger, device="cuda")

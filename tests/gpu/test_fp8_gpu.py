@@ -1,7 +1,4 @@
-"""Operands and layers of float8 on GPUs: what the library takes, graphs, and calls out of step.
-
-With ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a card, which proves results and no speed.
-"""
+"""Operands and layers of float8 on GPUs: what the library takes, and calls out of step."""
 
 from __future__ import annotations
 
@@ -29,9 +26,7 @@ from test_fp8_quantize import (  # noqa: F401  the same
     test_every_schedule_casts_exactly,
     test_forms_of_what_is_cast,
 )
-from test_gpu import alike, first_in_a_graph, jittered
-
-from ficco.runtime.workspace import SLOTS
+from test_gpu import jittered
 
 pytestmark = pytest.mark.multigpu
 
@@ -61,37 +56,10 @@ def test_what_the_library_takes(recipe: str) -> None:
     run(1, all_exact, taken(recipe), device="cuda")
 
 
-# Graphs.
-
-GRAPHED = (
-    "serial",
-    "growing",
-    "hetero-fused-1d:pieces=2,tail=2",
-    "hetero-fused-1d:pieces=2,pull",
-    "uniform-fused-2d:pieces=2",
-    "serial:kernel",
-)
-
-
-@pytest.mark.parametrize(
-    ("world", "operator", "schedule"),
-    [
-        *((2, OPERATORS[0], schedule) for schedule in GRAPHED),
-        *((4, operator, "hetero-fused-1d:pieces=2") for operator in OPERATORS),
-    ],
-)
-@pytest.mark.parametrize("recipe", SERVED)
-def test_calls_in_one_graph(recipe: str, world: int, operator: str, schedule: str) -> None:
-    fixed = {"recipe": recipe, "sizes": (256, 144)}
-    cases = alike(f"{operator}, float8", world, [schedule] * (SLOTS + 1), **fixed)
-    run(world, first_in_a_graph, cases, device="cuda")
-
-
 # Jitter.
 
 
 def _jitter(at: Rank, seed: int, calls: int) -> int:
-    """Calls of all kinds."""
     chance = random.Random(seed)
     by_nccl = backend_on_gpus(at.world) == "nccl"
     names = [

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,12 @@ import subjects
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from cases import A_LAYOUTS, B_LAYOUTS, Case, all_exact, call, equal, exact, make, verify
+from cases import Case, call, equal, exact, make, verify
 from ranks import (
     Died,
     Failure,
     Rank,
     backend_on_gpus,
-    caught,
     gave_up,
     leave,
     need_own_gpus,
@@ -89,12 +89,10 @@ def on_hopper_only(*parameters: Any) -> list[Any]:
 
 
 def everyone(at: Rank) -> Any:
-    """A group of all ranks with nothing of ficco's in it yet."""
     return dist.new_group(list(range(at.world)))
 
 
 def settle(at: Rank) -> None:
-    """Every rank is here and its GPU is idle."""
     at.barrier()
     torch.cuda.synchronize()
 
@@ -126,7 +124,6 @@ def on_device(at: Rank, name: str, case: subjects.Case, iteration: int) -> list[
 def called(
     name: str, case: subjects.Case, given: Sequence[torch.Tensor], group: Any = None
 ) -> list[torch.Tensor]:
-    """The results of a call of :func:`on_device` operands."""
     subject, count = SUBJECTS[name], len(SUBJECTS[name].operands)
     operands = subject.laid_out(case, list(given[:count]))
     return subject.call(case, operands, list(given[count:]), group=group)
@@ -135,7 +132,6 @@ def called(
 def right(
     at: Rank, name: str, case: subjects.Case, iteration: int, results: Sequence[torch.Tensor]
 ) -> None:
-    """Fail unless the results of a rank are those of its subject."""
     wanted = reference(SUBJECTS[name], case, at.world, iteration)[1][at.rank]
     for one, want in zip(results, wanted, strict=True):
         about = f"rank {at.rank}, iteration {iteration}, {name}, {case}"
@@ -159,85 +155,36 @@ def test_eight_ranks(name: str) -> None:
 @hopper
 @ranks(1, 2, 4)
 def test_tiled_operators_are_exact(world: int) -> None:
-    cases = []
-    for name, kind in OPERATORS.items():
-        schedules = [] if kind.inner else subjects.TILED
+    """Each comes new, and warm after others."""
+    cases, names = [], [name for name, kind in OPERATORS.items() if not kind.inner]
+    for name in (*names, "all_gather_matmul, gathered"):
+        schedules = (*subjects.TILED, *(TILED if "gather" in name else ()))
         for k, n, dtype in ((8, 264, "bfloat16"), (24, 8, "float16"), (64, 40, "bfloat16")):
             kinds, fixed = ("equal", "uneven", "few"), {"sizes": (k, n), "dtype": dtype}
             cases += drawn(name, world, schedules, kinds, **fixed)
+    cases += cases[::-1]
     assert run(world, all_right, cases, device="cuda") == [len(cases)] * world
-
-
-def _tiled_gathers(at: Rank) -> int:
-    """Gathers of odd rows and usual ones, all layouts, both dtypes, with the gathered A, too."""
-    chance = random.Random(7)
-    cases = [
-        Case(
-            rows[: at.world],
-            *chance.choice(((64, 40), (72, 200), (1024, 264), (4096, 8))),
-            dtype=chance.choice(("bfloat16", "float16")),
-            schedule=schedule,
-            a=chance.choice(A_LAYOUTS),
-            b=chance.choice(B_LAYOUTS),
-            gathered=chance.random() < 0.5,
-        )
-        for rows in ((16,) * 4, (17, 1, 130, 300), (0, 5, 0, 257), (512,) * 4, (1300, 7, 0, 640))
-        for schedule in TILED
-    ]
-    # Each comes new, and warm after others.
-    return all_exact(at, cases) + all_exact(at, cases[::-1], 3)
-
-
-@hopper
-@ranks(1, 2, 4)
-def test_tiled_gathers_are_exact(world: int) -> None:
-    assert run(world, _tiled_gathers, device="cuda") == [40] * world
 
 
 # Refusals.
 
-#: The error, and words of it.
-REFUSED = {
-    "cpu tensors": ("ValueError", ("CUDA tensor", "NCCL", "gloo", "move")),
-    "b on the cpu": ("ValueError", ("one device", "cuda:0", "cpu", "move")),
-    "a on the cpu": ("ValueError", ("cpu",)),
-    "float64": ("NotImplementedError", ("float64", "bfloat16")),
-    "fp8": ("ValueError", ("float8_e4m3fn", "scale_a, scale_b")),
-    "tiles of an odd k": ("NotImplementedError", ("multiples of 8",)),
-    "tiles of float32": ("NotImplementedError", ("bfloat16 or float16",)),
-}
-
-
-def _refused(at: Rank) -> dict[str, Any]:
-    a, b = torch.ones(4, 8, device=at.device), torch.ones(8, 6, device=at.device)
-    narrow, tiled = torch.float8_e4m3fn, {"schedule": "tiled"}
-    odd = a.new_ones(16, 20).bfloat16(), a.new_ones(20, 8).bfloat16()
-    calls: dict[str, Any] = {
-        "cpu tensors": (a.cpu(), b.cpu()),
-        "b on the cpu": (a, b.cpu()),
-        "a on the cpu": (a.cpu(), b),
-        "float64": (a.double(), b.double()),
-        "fp8": (a.to(narrow), b.to(narrow)),
-        "tiles of an odd k": odd,
-        "tiles of float32": (a.new_ones(16, 16), a.new_ones(16, 8)),
-    }
-    found = {}
-    for what, operands in calls.items():
-        ways = tiled if "tiles" in what else {}
-        found[what] = caught(lambda of=operands, ways=ways: ficco.all_gather_matmul(*of, **ways))
-        exact(at, equal(at.world, 4, 8, 6), 0)
-    return found
-
 
 @pytest.mark.gpu
-def test_refused_on_a_gpu() -> None:
-    (found,) = run(1, _refused, device="cuda")
-    for what, (kind, words) in REFUSED.items():
-        if "tiles" in what and not on_hopper():
-            continue
-        assert isinstance(found[what], Failure) and found[what].type == kind, found[what]
-        for word in words:
-            assert word in found[what].text
+@on_ranks(1)
+def test_refused_on_a_gpu(at: Rank) -> None:
+    a, b = torch.ones(4, 8, device=at.device), torch.ones(8, 6, device=at.device)
+    narrow = torch.float8_e4m3fn
+    for operands, kind, words in (
+        ((a.cpu(), b.cpu()), ValueError, ("CUDA tensor", "NCCL", "gloo", "move")),
+        ((a, b.cpu()), ValueError, ("one device", "cuda:0", "cpu", "move")),
+        ((a.cpu(), b), ValueError, ("cpu",)),
+        ((a.double(), b.double()), NotImplementedError, ("float64", "bfloat16")),
+        ((a.to(narrow), b.to(narrow)), ValueError, ("float8_e4m3fn", "scale_a, scale_b")),
+    ):
+        with pytest.raises(kind) as raised:
+            ficco.all_gather_matmul(*operands)
+        assert all(word in str(raised.value) for word in words), raised.value
+        exact(at, equal(at.world, 4, 8, 6), 0)
 
 
 # Replays of eager calls whose operands lie where they lay.
@@ -262,7 +209,6 @@ class Resident:
 
 
 def recorded(group: Any) -> int:
-    """How many calls of a group were recorded."""
     return sum(len(workspace.engine.replayed) for workspace in workspaces(group))
 
 
@@ -314,9 +260,9 @@ def test_recorded_calls(schedule: str, a: str, fewest: int) -> None:
         assert before == 0 and after >= fewest
 
 
-def _recorded_settings(at: Rank) -> tuple[bool, bool]:
-    """Whether calls are equal after a setting was changed and taken back, and whether while it was
-    changed."""
+@on_ranks(2)
+def test_recorded_calls_follow_the_settings_of_products(at: Rank) -> None:
+    """Calls are equal after a setting was changed and taken back, and not while it was changed."""
     group = everyone(at)
     generator = torch.Generator(at.device).manual_seed(1)
     a, b = (torch.randn(128, 128, device=at.device, generator=generator) for _ in range(2))
@@ -330,11 +276,7 @@ def _recorded_settings(at: Rank) -> tuple[bool, bool]:
             del y
     leave(group)
     same = {tf32: [torch.equal(made[False][0], y) for y in made[tf32]] for tf32 in made}
-    return all(same[False]), any(same[True])
-
-
-def test_recorded_calls_follow_the_settings_of_products() -> None:
-    assert run(2, _recorded_settings, device="cuda") == [(True, False)] * 2
+    assert all(same[False]) and not any(same[True])
 
 
 # Graphs.
@@ -636,6 +578,32 @@ def jittered(
     return calls
 
 
+def known(
+    at: Rank, name: str, case: subjects.Case, iteration: int, backward: bool = False
+) -> tuple[Any, ...]:
+    """A kind of calls for :func:`once_known`: its operands, gradients of its results if it has a
+    ``backward``, and what it is to give, of which there is one dtype."""
+    every, results, grads = reference(SUBJECTS[name], case, at.world, iteration)
+    given = on_device(at, name, case, iteration)
+    wanted = [one.grad for one in every[at.rank]] if backward else results[at.rank]
+    flat = torch.cat([one.detach().flatten() for one in wanted if one is not None])
+    own = [one.to(given[0]) for one in grads[at.rank]] if backward else []
+    return name, case, given, own, flat.to(given[0])
+
+
+def once_known(index: int, kind: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    name, case, given, grads, wanted = kind
+    count = len(SUBJECTS[name].operands)
+    leaves = [one.clone().requires_grad_(bool(grads)) for one in given[:count]]
+    found: Sequence[torch.Tensor] = called(name, case, [*leaves, *given[count:]])
+    if grads:
+        found = torch.autograd.grad(found, leaves, grads)
+    else:
+        for leaf in leaves:  # which a copy that outlived the call would read
+            leaf.fill_(22)
+    return torch.cat([one.flatten() for one in found]), wanted
+
+
 def _jitter(at: Rank, seed: int, calls: int, tiled: Sequence[str] = (), group: Any = None) -> int:
     """Calls and replays of graphs; many of ``tiled``, if given."""
     chance = random.Random(seed)
@@ -823,17 +791,14 @@ def failed(
 ) -> dict[str, Any]:
     """What a call that fails gives, what the next one does and the end of the group, and how long
     each takes."""
-    first, waited = timed(lambda: (once(), ficco.synchronize(group)))
-    second, waited_again = timed(again or once)
-    torn, teardown = timed(close or (lambda: ficco.close(group)))
-    return {
-        "first": first,
-        "waited": waited,
-        "again": second,
-        "waited_again": waited_again,
-        "torn": torn,
-        "teardown": teardown,
-    }
+
+    def first() -> None:
+        once()
+        ficco.synchronize(group)
+
+    steps = first, again or once, close or partial(ficco.close, group)
+    names = "first", "waited", "again", "waited_again", "torn", "teardown"
+    return dict(zip(names, (one for step in steps for one in timed(step)), strict=True))
 
 
 def assert_in_time(found: dict[str, Any]) -> None:
@@ -996,7 +961,6 @@ def test_host_that_runs_ahead_is_no_fault(at: Rank, schedule: str) -> None:
 
 
 def _out_of_memory(at: Rank, victim: int) -> dict[str, Any]:
-    """One rank has no memory for the result of a call."""
     group = everyone(at)
     exact(at, equal(at.world, 32, 64, 32, schedule="hetero-fused-1d"), 0, group)
     case = equal(at.world, 1 << 16, 32, 1 << 10, schedule="hetero-fused-1d")
@@ -1033,8 +997,9 @@ def test_a_rank_without_memory_is_named_at_once(victim: int) -> None:
 
 
 @contextlib.contextmanager
-def counted_handles() -> Iterator[list[int]]:
-    """Addresses of this rank's allocations that are shared by handles, as they come and go."""
+def _handles_everywhere() -> Iterator[list[int]]:
+    """Groups of all ranks, too, share memory by handles: addresses of this rank's allocations, as
+    they come and go."""
     from ficco.dma.cuda_driver import CudaDriver, CudaHandles
 
     live: list[int] = []
@@ -1048,16 +1013,8 @@ def counted_handles() -> Iterator[list[int]]:
             super().free(address)
             live.remove(address)
 
-    with mock.patch.object(CudaDriver, "handles", Counted()):
-        yield live
-
-
-@contextlib.contextmanager
-def _handles_everywhere() -> Iterator[list[int]]:
-    """Groups of all ranks, too, share memory by handles."""
-    from ficco.dma.cuda_driver import CudaDriver
-
-    with counted_handles() as live, mock.patch.object(CudaDriver, "_memory", lambda *_: "ipc"):
+    by_handles = {"handles": Counted(), "_memory": lambda *_: "ipc"}
+    with mock.patch.multiple(CudaDriver, **by_handles):
         yield live
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Rank, run
-from subjects import SUBJECTS, reference
-from test_gpu import alike, called, jittered, on_device
+from test_gpu import alike, jittered, known, once_known
 from test_gradients import (  # noqa: F401  collected here, with this module's device
     test_a_call_inside_a_backward,
     test_backwards_inside_autocast,
@@ -27,25 +26,12 @@ pytestmark = pytest.mark.multigpu
 
 
 def _jitter(at: Rank, save: bool, calls: int) -> int:
-    """Forwards and backwards in flight on one group."""
     kinds = []
     for iteration, name in enumerate((*OPERATORS, "experts", "ulysses_project") * 2):
         ((_, case),) = alike(name, at.world, ["growing"])
-        every, _, grads = reference(SUBJECTS[name], case, at.world, iteration)
-        given = on_device(at, name, case, iteration)
-        wanted = torch.cat([one.grad.flatten() for one in every[at.rank]]).to(given[0])
-        kinds.append((name, case, given, [one.to(given[0]) for one in grads[at.rank]], wanted))
-
-    def once(index: int, kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        name, case, given, grads, wanted = kind
-        count = len(SUBJECTS[name].operands)
-        leaves = [one.clone().requires_grad_() for one in given[:count]]
-        with ficco.options(save_gathered=save):
-            results = called(name, case, [*leaves, *given[count:]])
-        made = torch.autograd.grad(results, leaves, grads)
-        return torch.cat([one.flatten() for one in made]), wanted
-
-    return jittered(at, 3, calls, kinds, once)
+        kinds.append(known(at, name, case, iteration, backward=True))
+    with ficco.options(save_gathered=save):
+        return jittered(at, 3, calls, kinds, once_known)
 
 
 @pytest.mark.parametrize("save", [False, True])

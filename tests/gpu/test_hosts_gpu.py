@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 from cases import call, equal, exact, make, replays, verify
 from ranks import Failure, Rank, backend_on_gpus, caught, leave, need_own_gpus, run
-from subjects import SUBJECTS, Case, reference
+from subjects import SUBJECTS, Case
 from test_gpu import (
     GRAPHED,
     MILLISECOND,
     alike,
     all_right,
-    called,
     drawn,
     in_one_graph,
     jittered,
-    on_device,
+    known,
+    once_known,
 )
-from test_hosts import assert_all_learn, bereaved, host_of, problem_of
+from test_hosts import assert_all_learn, bereaved, gathers, host_of, problem_of
 
 import ficco
 from ficco.problems.products import OPERATORS
@@ -88,26 +88,13 @@ def test_more_calls_than_queues_hold(world: int, connections: int) -> None:
 
 
 def _jitter(at: Rank, hosts: int, calls: int) -> int:
-    """Callers' streams take turns on one network lane, ranks out of step."""
     kinds = []
     for name in OPERATORS:
         names = ("hetero-fused-1d:pieces=3", "growing", "uniform-fused-2d")
-        fixed = {"layout": "", "dtype": "bfloat16"}
-        for iteration, (_, case) in enumerate(drawn(name, at.world, names, ("uneven",), **fixed)):
-            operands = on_device(at, name, case, iteration)
-            (want,) = reference(SUBJECTS[name], case, at.world, iteration)[1][at.rank]
-            kinds.append((name, case, operands, want.detach().to(operands[0])))
-
-    def once(index: int, kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        name, case, operands, want = kind
-        given = [one.clone() for one in operands]
-        (y,) = called(name, case, given)
-        for one in given:
-            one.fill_(22)
-        return y, want
-
+        cases = drawn(name, at.world, names, ("uneven",), layout="", dtype="bfloat16")
+        kinds += [known(at, *case, iteration) for iteration, case in enumerate(cases)]
     with host_of(at, hosts):
-        return jittered(at, 5, calls, kinds, once)
+        return jittered(at, 5, calls, kinds, once_known)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -177,13 +164,29 @@ def test_calls_in_a_capture_are_refused_where_gloo_goes_between() -> None:
 # Faults.
 
 
+def attends(at: Rank, group: Any) -> None:
+    """Attention to keys that are gathered, and by heads, with gradients."""
+    kind: Any = {"device": at.device, "dtype": torch.bfloat16, "requires_grad": True}
+    shards = [torch.ones(1, 8, 64, 64, **kind) for _ in "qkv"]
+    out = ficco.all_gather_attention(*shards, causal=True, placement="head-tail", group=group)
+    out.sum().backward()
+    ficco.ulysses_attention(*shards, causal=True, group=group).sum().backward()
+
+
 @HOW
-@pytest.mark.parametrize(("world", "victims"), [(4, (3,)), (4, (2, 3)), (4, (1,)), (2, (1,))])
+@pytest.mark.parametrize(
+    ("world", "victims", "calls"),
+    [
+        *((4, victims, gathers) for victims in ((3,), (2, 3), (1,))),
+        *((2, (1,), calls) for calls in (gathers, attends)),
+        (4, (3,), attends),
+    ],
+)
 def test_every_survivor_learns_of_a_lost_rank(
-    world: int, victims: tuple[int, ...], how: int
+    world: int, victims: tuple[int, ...], calls: Callable[..., None], how: int
 ) -> None:
     where: Any = {"device": "cuda", "fresh": True, "catch": True, "lost": victims}
-    assert_all_learn(run(world, bereaved, victims, how, 2, **where), victims)
+    assert_all_learn(run(world, bereaved, victims, how, 2, None, calls, **where), victims)
 
 
 # NCCL as between machines: over sockets, since it takes the ranks for those of several.

@@ -6,34 +6,17 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from cases import equal, exact
 from ranks import Rank, run
-from test_kernels import (
-    ALIKE,
-    RECTANGLES,
-    at_peers,
-    check_casts,
-    check_combine,
-    check_copy_runs,
-    check_gate,
-    check_halves,
-    check_merge,
-    check_place,
-    check_reduce,
-    check_route,
-    check_scaled,
-    rectangle,
-)
+from test_kernels import CHECKS, RECTANGLES, rectangle
 
 import ficco
 from benchmarks.kernel_rates import loaded, shares, too_slow
 from ficco.dma.driver import WAIT_32, WRITE_32
-from ficco.hip_kernels.launch import CASTS, E4M3
 from ficco.runtime.workspace import workspaces
 
 pytestmark = pytest.mark.gpu
@@ -53,24 +36,8 @@ def _exact(at: Rank) -> None:
         to, begin = rng.randrange(32), rng.randrange(32)
         shape = (to, pitches[0], begin, pitches[1], width, rng.choice([1, 2, 33, 200]))
         rectangle(mine, shape, "cuda", stream, rng.choice([1, 8, 32, 500]))
-    check_place(mine, "cuda", stream)
-    check_reduce(mine.reduce, "cuda", stream)
-    check_scaled(mine.reduce, "cuda", stream)
-    check_merge(mine.merge, "cuda", stream)
-    check_combine(mine.combine, "cuda", stream)
-    check_copy_runs(mine.copy_runs, "cuda", stream)
-    check_gate(mine.gate, "cuda", stream)
-    check_route(mine.route, "cuda", stream)
-    arrived = torch.zeros(1, dtype=torch.int32, device="cuda")
-    check_reduce(at_peers(mine, arrived.data_ptr()), "cuda", stream, ALIKE)
-    assert arrived.item() == 0
-    check_halves(mine, "cuda", stream)
-
-
-def _casts(at: Rank) -> None:
-    mine, stream = loaded(at.device)
-    for to, dtype in product(E4M3, CASTS):
-        check_casts(mine, to, dtype, "cuda", stream)
+    for check in CHECKS:
+        check(mine, "cuda", stream)
 
 
 def _large(at: Rank) -> None:
@@ -136,7 +103,7 @@ def _deadline(at: Rank) -> None:
     assert late.item() == 68
 
 
-@pytest.mark.parametrize("check", [_exact, _casts, _large, _signals, _deadline])
+@pytest.mark.parametrize("check", [_exact, _large, _signals, _deadline])
 def test_kernels(check: Callable[[Rank], None]) -> None:
     run(1, check, device="cuda", timeout=280)
 
@@ -155,7 +122,6 @@ def test_bandwidth_is_that_of_a_copy() -> None:
 
 
 def _enqueued(at: Rank, schedule: str, signals: str) -> list[str]:
-    """What a call gives to streams beside products, in order."""
     group = torch.distributed.new_group(list(range(at.world)))
     case = equal(at.world, 64, 48, 32, dtype="bfloat16", schedule=schedule)
     with ficco.options(signals=signals):

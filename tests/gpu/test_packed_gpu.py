@@ -1,5 +1,4 @@
-"""Packed documents in one call of flash attention, on GPUs. With ``FICCO_TESTS_RANKS_PER_GPU=4``
-four ranks share a GPU."""
+"""Packed documents in one call of flash attention, on GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.multigpu
 
 
 def served() -> Any:
-    """Counts the calls of one library for several documents."""
     return mock.patch.object(libraries, "flash_of_several", wraps=libraries.flash_of_several)
 
 

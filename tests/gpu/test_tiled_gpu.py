@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from ranks import on_hopper
+from test_tiled_triton import Call
 from test_worklist import COSTS, spans
 
 from ficco.compute.tiled.portable import TritonKernel
@@ -32,8 +33,6 @@ pytestmark = [
     pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU"),
 ]
 
-#: Seconds after which a kernel no longer waits.
-LIMIT_S = 4.0
 #: Kernels and tilings.
 KERNELS = [
     ("hopper", Tiling(128, 256, 4)),
@@ -81,88 +80,6 @@ def chosen(request: pytest.FixtureRequest) -> Chosen:
 def tiles_of(chosen: Chosen, work: Work, cut: Cut = Cut.END) -> TileList:
     products, tiling = chosen
     return listed(work, tiling, cut, int(products.clusters(tiling)), COSTS)
-
-
-class Call:
-    """Integer-valued operands of one work list, with NaN around them and in the results, its words
-    and its launch. Integers make the products exact in any order."""
-
-    def __init__(
-        self,
-        products: TiledProducts,
-        tiles: TileList,
-        types: torch.dtype | TileTypes,
-        b_rows: bool,
-        padding: int = 8,
-        limit_s: float = LIMIT_S,
-    ) -> None:
-        work = tiles.work
-        types = types if isinstance(types, TileTypes) else TileTypes.of(types)
-        self.tiles, self.dtype, self.padding = tiles, types.out, padding
-        count = len(work.gates) + len(work.announces) + 1
-        self.words = torch.zeros(count, dtype=torch.int32, device="cuda")
-        at = [self.words.data_ptr() + 4 * i for i in range(count)]
-        self.late = self.words[-1]
-        self.gates, self.posts = at[: len(work.gates)], at[len(work.gates) : -1]
-        k, (a, b, *_) = work.k * 2 // types.a.itemsize, types
-        self.a = [self.room(rows, k, a) for rows in work.rows]
-        self.b = self.room(k, work.n, b) if b_rows else self.room(work.n, k, b).t()
-        self.out = [self.room(rows, work.n) for rows in work.rows]
-        self.scales: TileScales | None = None
-        words = {"late": at[-1], "gates": self.gates, "words": self.posts}
-        self.prepared = products.prepare(tiles, types, b_rows, limit_s=limit_s, **words)
-        torch.cuda.synchronize()
-
-    def room(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A matrix of NaN inside of a larger one."""
-        dtype = dtype or self.dtype
-        if not self.padding:
-            return torch.full((rows, columns), torch.nan, device="cuda").to(dtype)
-        padding = self.padding * 2 // dtype.itemsize
-        whole = torch.full((rows + 2, columns + padding), torch.nan, device="cuda").to(dtype)
-        return whole[1:-1, :columns]
-
-    def fill(self, seed: int) -> None:
-        """Sets operands; results are NaN, gates and announcements at rest."""
-        numbers = torch.Generator("cuda").manual_seed(seed)
-        for tensor, low, high in (*((t, -2, 3) for t in self.a), (self.b, -1, 2)):
-            values = torch.randint(low, high, tensor.shape, device="cuda", generator=numbers)
-            tensor.copy_(values.to(tensor.dtype))
-        for tensor in self.out:
-            tensor.fill_(torch.nan)
-        self.words.zero_()
-
-    @property
-    def exact(self) -> list[torch.Tensor]:
-        products = [a.double() @ self.b.double() for a in self.a]
-        if (scales := self.scales) is not None:
-            bias = 0.0 if scales.bias is None else scales.bias.double()
-            products = [
-                product * of_a.double() * scales.b.double() + bias
-                for product, of_a in zip(products, scales.a, strict=True)
-            ]
-        return [product.to(self.dtype) for product in products]
-
-    def launch(self) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
-        self.prepared.launch(self.a, self.b, self.out, stream, self.scales)
-
-    def verify(self, what: object, late: int = 0) -> None:
-        """The results are exact, what lies around them is NaN."""
-        torch.cuda.synchronize()
-        assert self.late.item() == late, f"{what}: late is {self.late.item()}"
-        for product, (out, exact) in enumerate(zip(self.out, self.exact, strict=True)):
-            wrong = (out != exact).nonzero()
-            first = wrong[0].tolist() if len(wrong) else []
-            assert not first, (
-                f"{what}: product {product}, {len(wrong)} of {out.numel()} wrong, first {first}: "
-                f"{out[tuple(first)].item()}, right is {exact[tuple(first)].item()}"
-            )
-            if self.padding:
-                buffer = out._base
-                assert buffer is not None
-                assert int((~buffer.isnan()).sum()) == out.numel(), f"{what}: written around C"
-        assert not self.prepared.counters.any(), f"{what}: counters are not at rest"
 
 
 # Exact.
@@ -336,7 +253,6 @@ def test_tiles_wait_for_their_rows(chosen: Chosen, cut: Cut) -> None:
 
 @pytest.mark.parametrize("cut", Cut, ids=lambda cut: cut.name)
 def test_announced_rows_are_stored(chosen: Chosen, cut: Cut) -> None:
-    """A stream waits for each word, then a copy engine reads those rows."""
     departures = torch.cuda.Stream()
     for call, _, what in attempts(chosen, cut, torch.float16, False, gated=False):
         announces = call.tiles.work.announces

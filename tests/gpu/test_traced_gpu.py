@@ -1,5 +1,5 @@
 """Projections and experts compiled by Inductor on GPUs, bitwise as eager; the contract has other
-backends. With ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU."""
+backends."""
 
 from __future__ import annotations
 

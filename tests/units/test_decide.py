@@ -703,7 +703,5 @@ def test_vllm_keeps_batches_of_which_nothing_is_hidden(
     assert rows_of(*sizes) == 48
     for text in ("0", "-1", "many", ""):
         monkeypatch.setenv("FICCO_VLLM_ROWS", text)
-        with pytest.raises(
-            ValueError, match="FICCO_VLLM_ROWS: required a whole number"
-        ):
+        with pytest.raises(ValueError, match="FICCO_VLLM_ROWS: required a whole number"):
             rows_of(*sizes)
