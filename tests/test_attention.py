@@ -17,7 +17,8 @@ from edits import changed, down, twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Failure, Rank, caught, on_ranks, run
-from subjects import SUBJECTS, Case, attended, exact
+from subjects import BY_HEADS, SUBJECTS, Case, attended, exact
+from test_hosts import TOPOLOGIES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import scaled_dot_product_attention
@@ -40,6 +41,7 @@ from ficco.schedules.attention import attention_plans
 from ficco.simulate import simulate
 
 _, *SCHEDULES = SUBJECTS["all_gather_attention"].schedules(4)
+_, *OVER_HOSTS = SUBJECTS["all_gather_attention"].schedules(4, hosts=2)
 
 
 @dataclass(frozen=True)
@@ -149,41 +151,27 @@ def test_rectangles_have_each_pair_once(drawn: Any) -> None:
 # Plans.
 
 
-@given(
-    st.integers(1, 8),
-    st.integers(0, 10),
-    st.sampled_from(SCHEDULES),
-    st.sampled_from(PLACEMENTS),
-    st.none() | st.integers(0, 100),
-    st.booleans(),
-    st.none() | st.lists(st.integers(0, 160), max_size=5),
-    st.sampled_from(("bfloat16", "float32")),
-    st.booleans(),
-)
-@settings(max_examples=60, deadline=None)
-def test_plans_of_any_sizes_are_proven(
-    world: int,
-    half: int,
-    schedule: str,
-    placement: str,
-    window: int | None,
-    causal: bool,
-    inner: list[int] | None,
-    dtype: str,
-    keeps: bool,
-) -> None:
+@given(data=st.data())
+@settings(max_examples=120, deadline=None)
+def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
     """Those of calls, and of gradients, for which what was gathered is kept or travels again."""
-    length = 2 * half * world
-    cuts = [0, length, *(min(one, length) for one in inner or ())]
-    bounds = tuple(sorted({*cuts})) if inner and length else ()
-    window = window if causal else None
+    hosts, local = data.draw(st.sampled_from((*((1, n) for n in range(1, 9)), *TOPOLOGIES)))
+    world, half = hosts * local, data.draw(st.integers(0, 10))
+    length, causal = 2 * half * world, data.draw(st.booleans())
+    window = data.draw(st.none() | st.integers(0, 100)) if causal else None
+    inner = data.draw(st.lists(st.integers(0, 160), max_size=5))
+    cuts = {0, length, *(min(one, length) for one in inner)}
+    bounds = tuple(sorted(cuts)) if inner and length else ()
+    dtype = data.draw(st.sampled_from(("bfloat16", "float32")))
+    placement, keeps = data.draw(st.sampled_from(PLACEMENTS)), data.draw(st.booleans())
     case = AttentionCase(2 * half, 4, 1, 8, 1, dtype, causal, window, bounds, placement)
-    problem = replace(case.problem(world), keeps=keeps and world > 1)
-    for asked in (problem, case.problem(world).gradient(keeps)):
-        made = attention_plans(asked, Schedule.parse(schedule))
+    schedule = Schedule.parse(data.draw(st.sampled_from(OVER_HOSTS if hosts > 1 else SCHEDULES)))
+    problem = case.problem(world, hosts)
+    for asked in (replace(problem, keeps=keeps and world > 1), problem.gradient(keeps)):
+        made = attention_plans(asked, schedule)
         check(made)
         render(made[0])
-    for plan in made if keeps else ():  # gradients travel, and nothing else does
+    for plan in made if keeps and hosts == 1 else ():  # gradients travel, and nothing else does
         moves = [step.copy for step in plan.steps]
         assert {move.src.buffer for move in moves if move} <= {"leaving"}
         assert "staging" not in plan.buffer
@@ -407,14 +395,21 @@ def test_memory_is_capped(at: Rank) -> None:
     """A cap that a ring of steps keeps to, and caps that are refused: a ring of ranks has none."""
     subject, facts = SUBJECTS["all_gather_attention"], {"causal": True, "placement": "head-tail"}
     case = Case((16,) * at.world, (16, 1, 4, 2, 16), schedule="shard-overlap", facts=facts)
-    with ficco.options(workspace_bytes=24_000):
-        for iteration in range(4):
-            exact(at, subject, case, iteration)
-    with ficco.options(workspace_bytes=60_000):
-        exact(at, subject, case.on(needs=(True,) * 3), 4)
-    for cap, schedule in ((6_000, "growing"), (4_000, "ring")):
+    for turn, cap in enumerate((*(24_000,) * 4, 60_000)):
         with ficco.options(workspace_bytes=cap):
-            failure = caught(lambda: exact(at, subject, case.on(schedule=schedule), 1))  # noqa: B023
+            exact(at, subject, case.on(needs=(cap > 24_000,) * 3), turn)
+    by_heads, facts = SUBJECTS["ulysses_attention"], {"causal": True, "scale": 0.5}
+    heads = Case(case.rows, (16, 3, 8, 4, 16), facts=facts, needs=(True,) * 3)
+    for turn, schedule in enumerate((*BY_HEADS, "auto")):
+        with ficco.options(workspace_bytes=180_000):
+            exact(at, by_heads, heads.on(schedule=schedule), turn, saves=turn % 2 > 0)
+    for of, one, cap in (
+        (subject, case.on(schedule="growing"), 6_000),
+        (subject, case.on(schedule="ring"), 4_000),
+        (by_heads, heads, 6_000),
+    ):
+        with ficco.options(workspace_bytes=cap):
+            failure = caught(lambda: exact(at, of, one, 1))  # noqa: B023
         assert failure.type == "ValueError", failure
         assert "workspace_bytes: required at least" in failure.text
 

@@ -7,33 +7,25 @@ import os
 import signal
 import socket
 from dataclasses import replace
-from itertools import product
-from random import Random
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from ranks import Rank, gave_up, run
-from subjects import BY_HEADS, SUBJECTS
-from test_hosts import CARD, PIECES, TOPOLOGIES, assert_all_learn, bereaved, crossing, described
+from subjects import SUBJECTS
+from test_hosts import CARD, PIECES, assert_all_learn, bereaved, crossing, described
 
 import ficco
 from ficco.dma.messages import GlooLinks
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, families
-from ficco.plan import render
 from ficco.problems.attention import AttentionProblem, HeadsProblem
-from ficco.problems.mask import PLACEMENTS
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
 from ficco.schedules import Schedule, StagingTooSmall, plans
 from ficco.schedules.attention import attention_plans
-from ficco.schedules.heads import heads_plans
 
-SCHEDULES = [one for one in SUBJECTS["all_gather_attention"].schedules(4, hosts=2) if one != "auto"]
 PROJECTED = [one for one in SUBJECTS["ulysses_project"].schedules(4, hosts=2) if one != "auto"]
 
 
@@ -46,37 +38,6 @@ def attention(hosts: int, local: int, rows: int, *sizes: int, **asked: Any) -> A
 
 
 # Plans.
-
-
-@given(data=st.data())
-@settings(max_examples=60)
-def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
-    hosts, local = data.draw(st.sampled_from(TOPOLOGIES))
-    half, window = data.draw(st.integers(0, 10)), data.draw(st.none() | st.integers(0, 60))
-    inner = data.draw(st.lists(st.integers(0, 120), max_size=5))
-    asked: dict[str, Any] = {"causal": window is not None or half % 2 > 0, "window": window}
-    if inner and half:
-        length = 2 * half * hosts * local
-        bounds = {0, length, *(min(one, length) for one in inner)}
-        asked["cu_seqlens"] = tuple(sorted(bounds))
-    asked["placement"] = data.draw(st.sampled_from(PLACEMENTS))
-    one = attention(hosts, local, 2 * half, 1, 4, 1, 8, **asked)
-    every = one, replace(one, keeps=True), one.gradient(), one.gradient(True)
-    made = attention_plans(
-        data.draw(st.sampled_from(every)), Schedule.parse(data.draw(st.sampled_from(SCHEDULES)))
-    )
-    check(made)
-    render(made[0])
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_plans_by_heads_are_proven(topology: tuple[int, int]) -> None:
-    chance, subject = Random(0), SUBJECTS["ulysses_attention"]
-    ways = (False, ""), (False, "heads"), (False, "shards"), (True, "heads"), (True, "shards")
-    for turn, (kind, way) in enumerate(product(("uneven", "few"), ways)):
-        case = subject.case(chance, topology[0] * topology[1], kind, "cpu")
-        problem = HeadsProblem(attention(*topology, *case.sizes, **case.facts), *way)
-        check(heads_plans(problem, Schedule.parse(BY_HEADS[turn % len(BY_HEADS)])))
 
 
 @pytest.mark.parametrize("operator", [name for name, one in OPERATORS.items() if one.blocks])

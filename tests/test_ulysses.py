@@ -10,16 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Rank, caught, on_ranks
 from subjects import BY_HEADS as SCHEDULES
-from subjects import SUBJECTS, Case, exact
-from test_attention import (
-    AttentionCase,
-    Change,
-    refuted,
-)
+from test_attention import AttentionCase, Change, refuted
+from test_hosts import TOPOLOGIES
 
-import ficco
 from ficco.heuristics import decide
 from ficco.heuristics.families import BY_HEADS
 from ficco.machine import find
@@ -35,49 +29,30 @@ from ficco.simulate import simulate
 KINDS = ((False, ""), (False, "heads"), (False, "shards"), (True, "heads"), (True, "shards"))
 
 
-def problem_of(case: AttentionCase, world: int, backward: bool, saves: str) -> HeadsProblem:
-    return HeadsProblem(case.problem(world), backward, saves)
-
-
 # Plans.
 
 
-@given(
-    st.integers(1, 8),
-    st.integers(1, 6),
-    st.integers(1, 12),
-    st.integers(0, 5),
-    st.integers(1, 3),
-    st.sampled_from(SCHEDULES),
-    st.sampled_from(KINDS),
-    st.sampled_from(({}, {"causal": True}, {"causal": True, "window": 3})),
-    st.booleans(),
-)
-@settings(max_examples=80, deadline=None)
-def test_plans_of_any_heads_are_proven(
-    world: int,
-    each: int,
-    shared: int,
-    rows: int,
-    batch: int,
-    schedule: str,
-    kind: tuple[bool, str],
-    mask: dict[str, Any],
-    packed: bool,
-) -> None:
-    heads = world * each
+@given(data=st.data())
+@settings(max_examples=90, deadline=None)
+def test_plans_of_any_heads_are_proven(data: st.DataObject) -> None:
+    hosts, local = data.draw(st.sampled_from((*((1, n) for n in range(1, 9)), *TOPOLOGIES)))
+    world, each, rows = hosts * local, data.draw(st.integers(1, 6)), data.draw(st.integers(0, 5))
+    heads, shared = world * each, data.draw(st.integers(1, 12))
     kv_heads = next(n for n in range(max(1, heads // shared), 0, -1) if heads % n == 0)
-    length = world * rows
-    if packed and rows:
-        mask = {**mask, "cu_seqlens": tuple(sorted({0, length // 3, length}))}
-    batch = 1 if packed else batch
+    masks = {}, {"causal": True}, {"causal": True, "window": 3}
+    mask: dict[str, Any] = data.draw(st.sampled_from(masks))
+    batch = data.draw(st.integers(1, 3))
+    if data.draw(st.booleans()):  # packed
+        batch, length = 1, world * rows
+        mask = mask | ({"cu_seqlens": tuple(sorted({0, length // 3, length}))} if rows else {})
     case = AttentionCase(rows, heads, kv_heads, 4, batch, "bfloat16", **mask)
-    problem = problem_of(case, world, *kind)
-    made = heads_plans(problem, Schedule.parse(schedule))
+    problem = HeadsProblem(case.problem(world, hosts), *data.draw(st.sampled_from(KINDS)))
+    schedule = Schedule.parse(data.draw(st.sampled_from(SCHEDULES)))
+    made = heads_plans(problem, schedule)
     check(made)
     render(made[0])
     for rank in range(world):
-        pieces = pieces_of(problem, Schedule.parse(schedule), rank)
+        pieces = pieces_of(problem, schedule, rank)
         runs = [run for piece in pieces for run in problem.alike(rank, *piece)]
         for some in (pieces, runs):  # each head once, in order
             assert [one for span in some for one in range(*span)] == list(range(each))
@@ -177,7 +152,7 @@ CALL, GRADIENT, KEEPS = (False, ""), (True, "heads"), (False, "heads")
     ],
 )
 def test_wrong_plans_are_found(kind: tuple[bool, str], change: Change, message: str) -> None:
-    problem = problem_of(AttentionCase(4, 12, 6, dtype="bfloat16"), 3, *kind)
+    problem = HeadsProblem(AttentionCase(4, 12, 6, dtype="bfloat16").problem(3), *kind)
     refuted(heads_plans(problem, Schedule.parse("uniform-fused-1d:pieces=2")), change, message, 0)
 
 
@@ -215,17 +190,3 @@ def test_heads_laid_out_as_they_travel_are_not_copied() -> None:
     for one in (plain, several, part, beside, sparse):
         copied = _by_heads(one).data_ptr() != one.data_ptr()
         assert copied == (one is beside or one is sparse)
-
-
-@on_ranks(3)
-def test_memory_is_capped(at: Rank) -> None:
-    """Caps that calls keep to, and one that is refused."""
-    subject, facts = SUBJECTS["ulysses_attention"], {"causal": True, "scale": 0.5}
-    case = Case((16,) * at.world, (16, 3, 6, 3, 16), facts=facts, needs=(True,) * 3)
-    with ficco.options(workspace_bytes=180_000):
-        for turn, schedule in enumerate((*SCHEDULES, "auto")):
-            exact(at, subject, case.on(schedule=schedule), turn, saves=turn % 2 > 0)
-    with ficco.options(workspace_bytes=6_000):
-        failure = caught(lambda: exact(at, subject, case, 1))
-    assert failure.type == "ValueError", failure
-    assert "workspace_bytes: required at least" in failure.text
