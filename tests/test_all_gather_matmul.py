@@ -34,7 +34,6 @@ from cases import (
     own_group,
     verify,
 )
-from disturbance import Disturbance, disturb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import Ended, Program
@@ -53,7 +52,6 @@ NAMES = sorted(
     if not refusal(Problem("all_gather_matmul", (1,), 1, 1, "float32"), schedule)
     and name != "tiled"
 )
-ALL_NAMES = (*NAMES, "tiled")
 #: Every axis that a name can be given, alone and together.
 KNOBS = tuple(knobs for knobs in subjects.KNOBS if "beta" not in knobs)
 #: One schedule of each kind, for tests about something else.
@@ -90,12 +88,6 @@ def dtypes_on(device: str) -> tuple[str, ...]:
 # Schedules, dtypes, sizes.
 
 
-def test_eight_ranks(device: str) -> None:
-    cases = [equal(8, 9, 24, 8, schedule=name) for name in KINDS[::2]]
-    cases += [Case((1, 2, 3, 0, 5, 6, 7, 8), 17, 5, schedule="growing", gathered=True)]
-    run(8, all_exact, cases, device=device)
-
-
 @on_ranks(2)
 def test_schedule_as_object_and_auto(at: Rank) -> None:
     """Also in calls that may wait for ever."""
@@ -109,19 +101,18 @@ def test_schedule_as_object_and_auto(at: Rank) -> None:
 # How the operands lie in memory.
 
 
-def laid_out(operand: str, layouts: Sequence[str], shapes: Sequence[Case]) -> list[Case]:
-    """Every layout with every kind of schedule; shapes in turns."""
-    ways = zip(product(layouts, KINDS), cycle(shapes), strict=False)
-    return [case.on(**{operand: layout}, schedule=name) for (layout, name), case in ways]
-
-
 def test_layouts_of_a(device: str) -> None:
-    shapes = equal(3, 12, 20, 8, gathered=True), Case((5, 8, 2), 11, 6, "bfloat16")
-    cases = laid_out("a", A_LAYOUTS + SYMMETRIC_LAYOUTS, (*shapes, equal(3, 4, 0, 3)))
+    """Every layout with every kind of schedule; shapes in turns."""
+    shapes = cycle(
+        (
+            equal(3, 12, 20, 8, gathered=True),
+            Case((5, 8, 2), 11, 6, "bfloat16"),
+            equal(3, 4, 0, 3),
+        )
+    )
+    layouts = product(A_LAYOUTS + SYMMETRIC_LAYOUTS, KINDS)
+    cases = [next(shapes).on(a=layout, schedule=name) for layout, name in layouts]
     run(3, all_exact, cases, device=device)
-
-
-# Results are the caller's.
 
 
 # Sequences of calls.
@@ -180,37 +171,6 @@ def test_workspace_grows_and_is_reused(device: str) -> None:
     staging, publish = 4 * 3 * 512 * 4, 64 * 8 * 4
     assert sizes[-1] <= 2 * (staging + publish + WORDS_BYTES), sizes
     assert after == 0
-
-
-def _capped(at: Rank, schedule: str, layout: str, *caps: int | None) -> list[int]:
-    """Bytes that calls under each cap hold."""
-    held = []
-    for cap in caps:
-        case = equal(at.world, 256, 64, 16, schedule=schedule, a=layout)
-        with own_group(at) as group, ficco.options(workspace_bytes=cap):
-            for iteration in range(4):
-                exact(at, case, iteration, group)
-            held.append(ficco.memory(group))
-    return held
-
-
-@pytest.mark.parametrize(
-    ("schedule", "layout"),
-    [
-        ("hetero-fused-1d:pieces=4", "plain"),
-        ("hetero-fused-1d:pieces=4,pull", "symmetric"),
-        ("hetero-unfused-1d:pieces=4", "plain"),
-        ("hetero-fused-2d:pieces=4", "plain"),
-    ],
-)
-def test_capped_memory_is_below_half_of_serial(schedule: str, layout: str, device: str) -> None:
-    serial = 4 * 256 * 64 * 4  # bytes of the gathered A
-    held = run(4, _capped, schedule, layout, None, int(0.45 * serial), device=device)
-    free, capped = zip(*held, strict=True)
-    if layout == "symmetric":  # what ficco.empty gave is the caller's shard, no extra memory
-        assert max(capped) < max(free)
-    assert max(capped) < serial / 2, (capped, serial)
-    assert min(free) > serial / 2, "the cap changed nothing"
 
 
 @on_ranks(3, timeout=100)
@@ -405,51 +365,6 @@ def test_any_case(data: st.DataObject, device: str) -> None:
 
 
 # The CPU engine alone.
-
-
-def _jitter(at: Rank, calls: int) -> int:
-    """Calls whose copies are late by chance, on ranks that are, too; the number of checked ones."""
-    seed = at.world
-    rng, local = random.Random(seed), random.Random(1000 * seed + at.rank)
-    kinds = [
-        random_case(rng, at.world, "cpu").on(schedule=named(name, rng.choice(KNOBS)))
-        for name in ALL_NAMES
-        for _ in range(3)
-    ]
-    kinds += [case.on(a="symmetric") for case in kinds[::6]]
-    operands = {case: make(at, case, 0).a for case in kinds if case.a == "symmetric"}
-    kept: list[Any] = []
-    checked = 0
-    with disturb(Disturbance(delay_s=0.002, seed=seed)):
-        for iteration in range(calls):
-            case = rng.choice(kinds)
-            want = make(at, case.on(a="plain") if case in operands else case, iteration)
-            a = want.a
-            if case in operands:
-                a = operands[case].copy_(want.a.view(operands[case].shape))
-            if local.random() < 0.1:
-                time.sleep(local.random() * 0.01)
-            # Two thirds of the calls are under a cap, larger than any needs. Those take turns on
-            # one piece of memory: nothing but the signals by which ranks hand it over keeps a fast
-            # rank from a slow one's data.
-            cap = None if hash((case.k, case.n)) % 3 == 0 else 1 << 22
-            with ficco.options(workspace_bytes=cap):
-                kept.append((case, call(case, a, want.b), want))
-            a.fill_(66)
-            want.b.fill_(66)
-            last = iteration == calls - 1
-            while len(kept) > (0 if last else 4):  # results must outlast later calls
-                case, results, made = kept.pop(0)
-                verify(case, results, made, f"rank {at.rank}, after call {iteration}:")
-                for tensor in results:  # which must not reach what a later call uses
-                    tensor.fill_(77)
-                checked += 1
-    return checked
-
-
-@ranks(2, 4)
-def test_jittered_calls(world: int) -> None:
-    assert run(world, _jitter, 180, timeout=100) == [180] * world
 
 
 #: A rank as torchrun would start it. It tells which shared memory it has mapped and then ends in
