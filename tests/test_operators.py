@@ -124,20 +124,6 @@ def drawn(chance: random.Random, operator: str, world: int, schedule: str) -> Ca
 
 
 @on_ranks(2)
-def test_operands_with_the_negative_bit(at: Rank) -> None:
-    """Operands whose memory holds their negatives, as that of ``z.conj().imag`` does."""
-    for operator, (k, cap) in product(OPERATORS, ((6, None), (1, None), (6, 1 << 13))):
-        rows = rows_for(operator, at.world, "ragged")
-        case = Case(operator, rows, k, 96, schedule="hetero-fused-1d:pieces=2")
-        a, b = (torch._neg_view(-x) for x in operands(case, at.rank, 0, at.device))
-        assert a.is_neg() and b.is_neg()
-        with ficco.options(workspace_bytes=cap):
-            found = call(case, a, b)
-        assert not found.is_neg()
-        compare("the result", found, wanted(case, at.rank, 0, at.device), f"{case}, {cap}")
-
-
-@on_ranks(2)
 def test_sums_repeat_to_the_last_bit(at: Rank) -> None:
     """Calls on the same random operands are equal to the last bit."""
     torch.manual_seed(at.rank)
