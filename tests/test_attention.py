@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from cases import own_group
 from edits import changed, down, twice
 from hypothesis import given, settings
@@ -595,8 +596,10 @@ OWN = {
 }
 
 
-def _refused(at: Rank, operator: str) -> list[str]:
-    """The texts of refusals, between which the group goes on."""
+@pytest.mark.parametrize("operator", OPERATORS)
+@on_ranks(2)
+def test_bad_input_says_what_to_do(at: Rank, operator: str) -> None:
+    """The same on all ranks, and the group goes on."""
     call, texts = getattr(ficco, operator), []
     for operands, facts, word in [*WRONG, *OWN[operator]]:
         failure = caught(lambda: call(*operands, **facts))  # noqa: B023
@@ -610,20 +613,14 @@ def _refused(at: Rank, operator: str) -> list[str]:
         for operands, facts, word in WRONG[-len(NO_BOUNDS) - 3 :]:
             failure = caught(lambda: call(*operands, **facts))  # noqa: B023
             assert re.search(word, failure.text) and "required" in failure.text, failure
-    leaves = [one.clone().requires_grad_() for one in (Q, K, K)]
-    (first,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[1], create_graph=True)
-    assert "derivative" in caught(lambda: first.sum().backward()).text
-    return texts
+    every: list[Any] = [None] * at.world
+    dist.all_gather_object(every, texts)
+    assert every == [texts] * at.world
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_bad_input_says_what_to_do(operator: str) -> None:
-    one, other = run(2, _refused, operator)
-    assert one == other
-
-
-def _numbers(at: Rank, operator: str) -> None:
-    """Numbers of any type are those of Python."""
+@on_ranks(2)
+def test_numbers_of_any_type_are_those_of_python(at: Rank, operator: str) -> None:
     call = getattr(ficco, operator)
     q, k = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
     plain = {"causal": True, "window": 3, "scale": 0.25, "cu_seqlens": [0, 5, 16]}
@@ -636,8 +633,10 @@ def _numbers(at: Rank, operator: str) -> None:
         assert torch.equal(call(q, k, k, **(plain | changes)), wanted)
 
 
-def _unlike(at: Rank, operator: str) -> None:
-    """Ranks that differ in a mask, rows, heads, the scale or the gradients that they want."""
+@pytest.mark.parametrize("operator", OPERATORS)
+@on_ranks(2)
+def test_ranks_that_differ_are_told(at: Rank, operator: str) -> None:
+    """In a mask, rows, heads, the scale or the gradients that they want."""
     longer, wide = torch.zeros(1, 4, 10, 16), torch.zeros(1, 4, 8, 16)
     others: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((Q, K, K), {"causal": True}),
@@ -654,9 +653,3 @@ def _unlike(at: Rank, operator: str) -> None:
             failure = caught(lambda: getattr(ficco, operator)(*operands, **how))  # noqa: B023
         assert failure.type == "RankMismatch" and operator in failure.text, failure
         assert ("causal" in failure.text) or "causal" not in other[1], failure
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_numbers_of_any_type_and_ranks_that_differ(operator: str) -> None:
-    run(2, _numbers, operator)
-    run(2, _unlike, operator)
