@@ -72,16 +72,6 @@ def called(**fields: Callable[[Any], Any]) -> Callable[[list[Step], int], None]:
     return change
 
 
-def _of_other_rows(gates: Any) -> Any:
-    one, two, *rest = gates
-    rows = {"first": one.first, "last": one.last}
-    return one._replace(first=two.first, last=two.last), two._replace(**rows), *rest
-
-
-def _released_early(steps: list[Step], call: int) -> None:
-    steps[-1] = steps[-1]._replace(after=tuple(i for i in steps[-1].after if i != call))
-
-
 def _called_twice(steps: list[Step], call: int) -> None:
     one = steps[call]
     after = tuple(i + (i >= call) for i in steps[-1].after)
@@ -93,12 +83,8 @@ def _called_twice(steps: list[Step], call: int) -> None:
 #: Changes of a plan's steps, and what the proof says.
 WRONG: dict[str, tuple[Callable[[list[Step], int], None], str]] = {
     "no gate": (called(gates=lambda gates: gates[1:]), "never waited for|may read|is cleared"),
-    "gates of other rows": (called(gates=_of_other_rows), "shares its word|may read"),
     "rows left out": (called(products=lambda rows: rows[1:]), "elements of out are written"),
-    "rows twice": (called(products=lambda rows: (*rows, rows[-1])), "is written twice"),
-    "no rows": (called(products=lambda rows: ()), "0 of 32 elements of out are written"),
     "another lane": (called(lane=lambda lane: "copy0"), "caller's own lane"),
-    "slot released early": (_released_early, "may still use a slot"),
     "two calls": (_called_twice, "has 2 calls"),
 }
 

@@ -15,7 +15,6 @@ from edits import (
     adds,
     awaits_data,
     change,
-    changed,
     down,
     edited,
     idle,
@@ -25,7 +24,6 @@ from edits import (
     mapped,
     multiplies,
     refused,
-    renamed,
     retires,
 )
 from ranks import Rank, ranks, run
@@ -239,14 +237,6 @@ def sends_rows(step: Step) -> bool:
     return is_copy(step) and not step.label.startswith("scale")
 
 
-def waits_for_rank_2(step: Step) -> bool:
-    return awaits_data(step) and "2.0" in step.label
-
-
-def of_later_columns(step: Step) -> bool:
-    return any(product.factors[0].col > 0 for product in step.products)
-
-
 def is_biased(step: Step) -> bool:
     return any(product.bias for product in step.products)
 
@@ -260,24 +250,10 @@ def factor(**fields: Any) -> Callable[[Any], Any]:
     return lambda factors: (factors[0]._replace(**fields), factors[1])
 
 
-def swap_scale_and_rows(steps: list[Step]) -> None:
-    """Of two copies the second says that both are there."""
-    i = index(steps, "scale")
-    steps[i : i + 2] = steps[i : i + 2][::-1]
-
-
 def copy_instead(steps: list[Step]) -> None:
     i = index(steps, gated)
     first = steps[i].products[0]
     steps[i] = steps[i]._replace(work=Transfer(first.a, first.out))
-
-
-def copy_on_the_lane_of_a_part(steps: list[Step]) -> None:
-    """There it would come after rows of a product without waiting for them."""
-    i = index(steps, is_copy)
-    told = steps[i].waits
-    steps[i] = steps[i]._replace(lane="compute0/0", waits=())
-    steps[-1] = changed(steps[-1], waits=lambda waits: (*waits, *told), after=lambda on: (*on, i))
 
 
 COLUMNS = "uniform-fused-2d:pieces=2"
@@ -285,14 +261,11 @@ COLUMNS = "uniform-fused-2d:pieces=2"
 PLANS: dict[str, Callable[[], Plans]] = {
     "chain": lambda: chained(Sizes(EQUAL), "hetero-unfused-1d:pieces=2", "shard-overlap"),
     "scales": lambda: scaled("hetero-unfused-1d:pieces=2", 32),
-    "scales of shards": lambda: scaled("shard-overlap", 32),
     "one factor": lambda: scaled("growing", recipe="tensor", bias=True),
     "blocks": lambda: scaled("growing", recipe="block", bias=True),
-    "columns": lambda: scaled(COLUMNS, recipe="block", bias=True),
     "bias": lambda: scaled("growing", bias=True),
     "bias of sums": lambda: scaled(COLUMNS, bias=True),
     "gates": lambda: tiled(gathered(EQUAL)),
-    "announcements": lambda: tiled(summed(EQUAL)),
 }
 BUFFERS, BETWEEN = "multiplies in the wrong buffers", "between the wrong buffers"
 EARLY, UNWRITTEN, UNFIT = "before it is written", "nobody has written", "do not fit"
@@ -301,31 +274,12 @@ UNSCALED, UNBIASED = "is not scaled as asked for", "does not add the bias once"
 BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
     "chain": {
         "b in place of c": (change(multiplies_c, b={"buffer": "b"}), f"{BUFFERS}|leaves"),
-        "relu of other rows": (change("relu", src=down(8)), f"puts rows|{UNWRITTEN}|{EARLY}"),
-        "the second product elsewhere": (
-            change(multiplies_c, out=in_rows(0, 16)),
-            "a peer's|nobody|written twice|another piece",
-        ),
-        "rows sent as products": (
-            change(gathers, src={"buffer": "active"}),
-            "says so of an operand|wrong buffers",
-        ),
         "rows in the other staging": (change(gathers, dst={"buffer": "staging 2"}), BETWEEN),
     },
     "scales": {
         "none": (change(multiplies, factors=()), UNSCALED),
         "swapped": (change(multiplies, factors=lambda both: both[::-1]), UNSCALED),
-        "of other rows": (
-            change(awaits_data, factors=lambda both: (down(-1)(both[0]), both[1])),
-            f"factors of other rows|another piece|{EARLY}|{UNWRITTEN}|leaves",
-        ),
         "not sent": (idle("scale"), f"never waited|{UNWRITTEN}|holds"),
-        "of other rows sent": (
-            change("scale", src=in_rows(1, 9)),
-            "another piece|sizes|block|leaves",
-        ),
-        "sent as rows": (change("scale", src={"buffer": "a"}), BETWEEN),
-        "rows sent as scales": (change(sends_rows, dst={"buffer": "staging scale"}), BETWEEN),
         "of columns that are not there": (
             change(multiplies, factors=lambda both: (both[0], down(1)(both[1]))),
             UNFIT,
@@ -337,21 +291,14 @@ BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
         "sums of what was rounded": (change(awaits_data, accumulate=True), "has been rounded"),
         "a bias": (change(multiplies, bias=Region("b", 1, 0, 1, 0, 16)), UNBIASED),
     },
-    "scales of shards": {"after their signal": (swap_scale_and_rows, EARLY)},
     "one factor": {
         "of another rank": (change(awaits_data, factors=factor(row=3, row_stop=4)), EARLY),
-        "of a rank that came before": (
-            change(waits_for_rank_2, factors=factor(row=0, row_stop=1)),
-            "another piece|holds",
-        ),
-        "of two ranks": (change(awaits_data, factors=factor(row=1, row_stop=3)), UNFIT),
         "of the own rows": (
             change(awaits_data, factors=factor(buffer="scale_a", row=0, row_stop=1)),
             "factors of other rows|do not fit",
         ),
     },
     "blocks": {"fewer": (change(awaits_data, factors=factor(col_stop=1)), UNFIT)},
-    "columns": {"others": (change(of_later_columns, factors=factor(col=0, col_stop=1)), UNFIT)},
     "bias": {
         "none": (change(is_biased, bias=None), UNBIASED),
         "of other columns": (change(is_biased, bias={"col_stop": 8}), UNBIASED),
@@ -359,15 +306,9 @@ BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
     },
     "bias of sums": {"twice": (change(adds, bias=Region("bias", 1, 0, 1, 0, 16)), UNBIASED)},
     "gates": {
-        "rows of a left over": (change(gated, a={"row_stop": 15}), UNFIT),
-        "rows upside down": (change(gated, out=in_rows(48, 32)), f"{UNFIT}|leaves the buffer"),
         "another operation": (copy_instead, "'all': signals gate or announce rows of matrix"),
         "after the step before the first": (change(gated, after=(-1,)), "no earlier step"),
-        "after itself": (change(gated, after=(99,)), "no earlier step"),
         "no such buffer": (change(gated, out={"buffer": "nowhere"}), "no buffer, 'nowhere'"),
-    },
-    "announcements": {
-        "a copy on the lane of a part": (copy_on_the_lane_of_a_part, "no lane 'compute0/0'"),
     },
 }
 
@@ -401,17 +342,6 @@ def no_gate(plans: Plans) -> Plans:
     return late(plans, gated, "gates", partial_signals(plans)[-1])
 
 
-def few_rows(plans: Plans) -> Plans:
-    last = partial_signals(plans)[-1]
-    return renamed(plans, last, last=last.last - 4)
-
-
-def told_early(plans: Plans) -> Plans:
-    """A signal is about the first rows of what it tells of."""
-    first = partial_signals(plans)[0]
-    return renamed(plans, first, last=first.first + 2)
-
-
 def swapped(plans: Plans) -> Plans:
     """Two signals are about each other's rows."""
     one, two, *_ = partial_signals(plans)
@@ -431,49 +361,19 @@ def swapped_words(plans: Plans) -> Plans:
     return edited(plans, 1, change(lambda step: step.announces, announces=(*words, *rest)))
 
 
-def one_word(plans: Plans) -> Plans:
-    one, two, *_ = partial_signals(plans)
-    return renamed(plans, two, word=one.word)
-
-
 def sent_at_once(plans: Plans) -> Plans:
     """A copy does not wait for the announcement of its rows."""
     made = partial_signals(plans)[0]
     return late(plans, lambda step: is_copy(step) and made in step.waits, "waits", made)
 
 
-def reordered(first: Callable[[Step], Any]) -> Callable[[Plans], Plans]:
-    """Some steps are enqueued before all others, and wait for none of them."""
-
-    def edit(plan: Plan) -> Plan:
-        order = sorted(range(len(plan.steps)), key=lambda i: not first(plan.steps[i]))
-        place = {old: new for new, old in enumerate(order)}
-        steps = []
-        for new, old in enumerate(order):
-            after = tuple(place[j] for j in plan.steps[old].after if place[j] < new)
-            steps.append(plan.steps[old]._replace(after=after))
-        return replace(plan, steps=tuple(steps))
-
-    return lambda plans: list(map(edit, plans))
-
-
 GATHER, SCATTER = gathered(EQUAL), summed(EQUAL)
 PUSH, PULL = "tiled:pieces=2", "tiled:pieces=2,pull"
-QUEUE = "share one hardware queue"
 MUTANTS: dict[str, tuple[Problem, tuple[str, ...], Callable[[Plans], Plans], str]] = {
     "a gate missing": (GATHER, (PUSH, PULL), no_gate, EARLY),
-    "a gate and its copy about too few rows": (GATHER, (PUSH, PULL), few_rows, "out copied rows"),
-    "the product before the copies": (GATHER, (PUSH,), reordered(multiplies), QUEUE),
-    "an announcement too early": (SCATTER, (PUSH, PULL), told_early, EARLY),
     "announcements swapped": (SCATTER, (PUSH, PULL), swapped, EARLY),
     "words of announcements swapped": (SCATTER, (PUSH, PULL), swapped_words, "shares its word"),
-    "a word for two announcements": (SCATTER, (PUSH, PULL), one_word, "word used twice"),
     "a copy that does not wait": (SCATTER, (PUSH,), sent_at_once, EARLY),
-    "the copies before the product": (
-        *(SCATTER, (PUSH,)),
-        reordered(lambda step: step.op in ("copy", "sync") and step.lane == "copy0"),
-        QUEUE,
-    ),
 }
 
 
@@ -484,23 +384,6 @@ def test_mutants_of_one_product_are_caught(what: str) -> None:
         plans = tiled(problem, name)
         check(plans)
         refused(mutate(plans), words)
-
-
-def test_a_tile_that_waits_for_a_later_one_is_a_deadlock() -> None:
-    """The rows for a peer wait for what the peer sends only after it got them."""
-    plans = tiled(gathered((16,) * 2))
-    check(plans)
-
-    def copy_last(plan: Plan) -> Plan:
-        steps = list(plan.steps)
-        copy, product = index(steps, is_copy), index(steps, gated)
-        steps[copy] = steps[copy]._replace(after=(product,))
-        order = sorted(range(len(steps)), key=lambda i: (product if i == copy else i, i == copy))
-        place = {old: new for new, old in enumerate(order)}
-        moved = [steps[i]._replace(after=tuple(place[j] for j in steps[i].after)) for i in order]
-        return replace(plan, steps=tuple(moved))
-
-    refused(list(map(copy_last, plans)), "circle|deadlock")
 
 
 # Plans of one rank, of which the last four of six rows stay and are then the first four.
