@@ -262,6 +262,8 @@ ROWS = {"row": -1, "row_stop": -1}
         (0, attend(first=0), "other rows than it says"),
         (1, attend(out=lambda one: one.out._replace(buffer="out")), "attends in the wrong buffers"),
         (1, attend(kv=lambda one: one.kv._replace(rank=0)), "at a peer"),
+        # Rows of queries and of the result that nobody else has.
+        (0, attend(q=region("q", row=1), out=region("out", row=1)), "leaves out rows 8:9"),
     ],
 )  # fmt: skip
 def test_wrong_plans_are_found(only: int | None, change: Change, message: str) -> None:
