@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Rank, run
+from ranks import Rank, on_ranks, run
 from subjects import SUBJECTS, Case, compare
 from test_hosts import assert_all_learn, bereaved, crossing, described, host_of
 
@@ -106,20 +106,18 @@ def _case(at: Rank) -> Case:
     return case.on(facts={"capacity": None, "activation": "relu"})
 
 
-def _routed_early(at: Rank) -> None:
-    """Routings that are made long before they are used."""
+@on_ranks(4)
+def test_routings_that_are_made_before_they_are_used(at: Rank) -> None:
     case, turns = _case(at), range(9)
-    indices = [SUBJECT.constants(case, at.rank, turn) for turn in turns]
-    routings = [ficco.route(one, case.sizes[0] * at.world) for (one,) in indices]
-    for turn, routing in enumerate(routings):
-        every = [SUBJECT.make(case, rank, turn) for rank in range(at.world)]
-        operands = [one.to(torch.float32) for one in every[at.rank]]
-        (found,) = SUBJECT.call(case, operands, [routing])
-        compare(found, SUBJECT.together(case, every, turn)[at.rank][0], SUBJECT, f"turn {turn}")
-
-
-def test_routings_that_are_made_before_they_are_used() -> None:
-    run(4, over, 2, _routed_early)
+    with host_of(at, 2):
+        indices = [SUBJECT.constants(case, at.rank, turn) for turn in turns]
+        routings = [ficco.route(one, case.sizes[0] * at.world) for (one,) in indices]
+        for turn, routing in enumerate(routings):
+            every = [SUBJECT.make(case, rank, turn) for rank in range(at.world)]
+            operands = [one.to(torch.float32) for one in every[at.rank]]
+            (found,) = SUBJECT.call(case, operands, [routing])
+            wanted = SUBJECT.together(case, every, turn)[at.rank][0]
+            compare(found, wanted, SUBJECT, f"turn {turn}")
 
 
 def layered(at: Rank, group: Any) -> None:

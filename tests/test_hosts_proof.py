@@ -33,9 +33,6 @@ PLANS: dict[str, Callable[[], list[Plan]]] = {
     "gather of two ranks": lambda: of_product("all_gather_matmul", "shard-overlap:pieces=2", 1),
     "scatter": lambda: of_product("matmul_reduce_scatter", SCATTER),
     "all-reduce": lambda: of_product("matmul_all_reduce", SCATTER),
-    "attention": lambda: attention_plans(attention(2, 2, 16), IN_TWO),
-    # The ranks of a host get other rows of a shard, by other numbers.
-    "window": lambda: attention_plans(attention(2, 2, 16, causal=True, window=20), IN_TWO),
     "gradients": lambda: attention_plans(attention(2, 2, 16).gradient(), IN_TWO),
     "experts": lambda: expert_plans(layer_of("experts", 2, 2), Schedule.parse("growing")),
 }
@@ -102,11 +99,7 @@ def receives_in_turn(steps: list[Step], rank: int) -> None:
 CHANGES: dict[str, Change] = {
     "sends less": first("crosses", moves=lambda moves: moves[1:]),
     "swaps": swaps,
-    "receives elsewhere": first(
-        "crosses", moves=lambda moves: (*moves[:-1], moves[-1]._replace(dst=lower(moves[-1].dst)))
-    ),
     "passes on at once": first("passes on", after=()),
-    "multiplies at once": first("multiplies", after=()),
     "copies to another host": first("copies", dst={"rank": 2}),
     "signals another host": first("copies", posts=lambda posts: (posts[0]._replace(waiter=2),)),
     "copies by the network": first("copies", mover="network"),
@@ -122,22 +115,16 @@ UNSUMMED = "products of other ranks than it says|never waited for"
 WRONG = [
     ("gather", (0,), "sends less", "rank 0 sends other pieces than rank 2 receives"),
     ("gather", (0,), "swaps", "rank 0 sends other pieces than rank 2 receives"),
-    ("gather", (0,), "receives elsewhere", "rank 2 sends other pieces than rank 0 receives"),
     ("gather", (0,), "passes on at once", UNWRITTEN),
-    ("gather", (0,), "multiplies at once", UNWRITTEN),
     ("gather", (0,), "copies to another host", "not symmetric, or elsewhere"),
     ("gather", (0,), "signals another host", "than it says|never|used twice|another host"),
     ("gather", (0,), "copies by the network", "does not move between hosts as a plan may"),
     ("gather", (0, 2), "receives first", "wait for each other in a circle|deadlock"),
     ("gather of two ranks", (0, 1), "receives in turn", "overwrites what may still be read"),
     ("scatter", (0,), "sums at once", f"never waited for|{UNWRITTEN}"),
-    ("all-reduce", (0,), "sends before it sums", UNWRITTEN),
     ("all-reduce", (0,), "sums less", UNSUMMED),
-    ("attention", (3,), "passes on at once", UNWRITTEN),
-    ("window", (3,), "sends less", "sends other pieces|does not move between hosts"),
     ("gradients", (0,), "sends before it sums", UNWRITTEN),
     ("experts", (1,), "sends before it sums", UNWRITTEN),
-    ("experts", (1,), "sends less", "sends other pieces than rank"),
 ]
 
 

@@ -51,7 +51,7 @@ from ficco.tools.bench.replay import (
     arrivals,
     proven,
 )
-from ficco.tools.bench.report import draw, report, show_best
+from ficco.tools.bench.report import report
 from ficco.tools.tune import products
 
 CPU = torch.device("cpu")
@@ -406,12 +406,10 @@ def _bench(at: Rank, case: Case, mode: str, folder: str) -> list[dict[str, Any]]
     )
     rows = harness.bench(settings)
     assert rows is not None
-    show_best(rows)
     about = read_description(settings.csv)
     text = report(REPLAY.read(settings.csv), about, "rows", [])
     assert "plays rank 1 of 3" in text and "growing" in text and "its planned time is off" in text
     assert "planned time" not in report(BENCH.read(settings.csv), about, "rows", [])
-    assert draw(BENCH, BENCH.read(settings.csv), settings.csv.with_suffix(".png"), "rows")
     return records(rows)
 
 
