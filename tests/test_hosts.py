@@ -23,7 +23,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Failure, Rank, caught, gave_up, on_ranks, run
+from ranks import Rank, caught, gave_up, on_ranks, run
 from subjects import SUBJECTS, block, compare
 
 import ficco
@@ -35,7 +35,7 @@ from ficco.errors import InvalidArgument
 from ficco.heuristics import decide
 from ficco.heuristics.families import IN_COLUMNS, IN_ROWS
 from ficco.machine import Machine, Network, Provenance, Tuned, find
-from ficco.plan import Crossing, Step, Transfer, render
+from ficco.plan import Crossing, Step, Transfer
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
 from ficco.schedules import NAMED, Schedule, plans, refusal
@@ -139,16 +139,6 @@ def test_what_cannot_cross_is_refused() -> None:
         replace(gather, hosts=3)
 
 
-@pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_each_byte_crosses_the_network_once_per_host(operator: str) -> None:
-    problem = problem_of(operator, 3, 2, "equal")
-    for plan in plans(problem, Schedule.parse(PIECES)):
-        assert "3 hosts" in render(plan) and "network0 | " in render(plan)
-        moves = [move.src for move in crossing(plan.steps)]
-        sent = sum(src.rows for src in moves if src.rank == plan.rank)
-        assert sent == 2 * problem.rows[0]  # to the rail of two other hosts
-
-
 def network(steps: Sequence[Step]) -> list[int]:
     return [i for i, step in enumerate(steps) if isinstance(step.work, Crossing)]
 
@@ -160,17 +150,6 @@ def crossing(steps: Sequence[Step]) -> list[Transfer]:
 
 
 # Calls.
-
-
-def _of_some(at: Rank, members: Sequence[int]) -> Any:
-    """Calls of two groups with the same ranks, and of all ranks, by turns."""
-    groups, outcome = [dist.new_group(list(members)) for _ in range(2)], None
-    with host_of(at, 2), ficco.options(timeout_s=60):
-        if at.rank in members:
-            outcome = caught(lambda: [all_operators(at, group) for group in groups * 2])
-        all_operators(at)
-        at.barrier()
-    return outcome
 
 
 @on_ranks(4)
@@ -187,14 +166,21 @@ def test_ranks_connect_although_some_have_nothing_to_send(at: Rank) -> None:
         *(((0, 1, 2), "host-0: 2, host-1: 1"), ((1, 2, 3), "host-0: 1, host-1: 2")),
     ],
 )
-def test_groups_have_whole_hosts_or_as_many_ranks_of_each(members: Any, got: str) -> None:
-    found = run(4, _of_some, members)
-    for outcome in (found[rank] for rank in members):
-        if not got:
-            assert outcome == [None] * 4
-            continue
-        assert outcome.type == "NotImplementedError"
-        assert f"as many on each, got by rank {got}; pass a group made by" in outcome.text
+@on_ranks(4)
+def test_groups_have_whole_hosts_or_as_many_ranks_of_each(at: Rank, members: Any, got: str) -> None:
+    """Calls of two groups with the same ranks, and of all ranks, by turns."""
+    groups = [dist.new_group(list(members)) for _ in range(2)]
+    with host_of(at, 2), ficco.options(timeout_s=60):
+        if at.rank in members:
+            outcome = caught(lambda: [all_operators(at, group) for group in groups * 2])
+            if got:
+                assert outcome.type == "NotImplementedError"
+                words = f"as many on each, got by rank {got}; pass a group made by"
+                assert words in outcome.text, outcome
+            else:
+                assert outcome == [None] * 4
+        all_operators(at)
+        at.barrier()
 
 
 def test_a_send_that_fails_at_once_is_a_failure_of_its_peer() -> None:
@@ -235,28 +221,22 @@ PLACES: dict[str, tuple[Sequence[str], dict[str, Any], str, str]] = {
 }
 
 
-def _called_from(at: Rank, names: Sequence[str], told: dict[str, Any]) -> Any:
+@pytest.mark.parametrize("case", PLACES)
+@on_ranks(4)
+def test_hosts_are_told_apart_or_refused_on_all(at: Rank, case: str) -> None:
+    names, told, kind, words = PLACES[case]
     facts = whereabouts()
     for name, values in told.items():
         facts[name] = values[at.rank] + (facts["pid"] if name == "pid" else "")
     os.environ["FICCO_HOST"] = names[at.rank]
     try:
         with mock.patch("ficco.dma.host.whereabouts", return_value=facts):
-            return caught(lambda: exact(at, "all_gather_matmul", 0))
+            outcome = caught(lambda: exact(at, "all_gather_matmul", 0))
     finally:
         ficco.close()
         del os.environ["FICCO_HOST"]
-
-
-@pytest.mark.parametrize("case", PLACES)
-def test_hosts_are_told_apart_or_refused_on_all(case: str) -> None:
-    names, told, kind, words = PLACES[case]
-    outcomes = run(4, _called_from, names, told)
-    if not kind:
-        assert outcomes == [None] * 4
-        return
-    assert {outcome.type for outcome in outcomes} == {kind}
-    for outcome in outcomes[: 2 if kind == "BackendError" else 4]:
+    assert getattr(outcome, "type", "") == kind, outcome
+    if kind and (kind != "BackendError" or at.rank < 2):
         assert re.search(words, outcome.text), outcome.text
 
 
@@ -276,10 +256,11 @@ AT_ODDS: dict[str, tuple[set[str], set[str], tuple[str, ...]]] = {
 }
 
 
-def _at_odds(at: Rank, how: str) -> tuple[Failure, list[str]]:
-    """The error of a call, and the threads that are left. Once all have closed, calls are served
-    again."""
-    second = at.rank > 1
+@pytest.mark.parametrize("how", AT_ODDS)
+@on_ranks(4, timeout=30)  # not the 60 s of a timeout
+def test_hosts_at_odds_are_told_at_once(at: Rank, how: str) -> None:
+    """Once all have closed, calls are served again."""
+    second, (first_host, second_host, words) = at.rank > 1, AT_ODDS[how]
     engine = "hip" if how == "no engine" or second and how == "one host has none" else None
     packs = mock.patch.object(CpuEngine, "packs_columns", second and how == "engines differ")
     with host_of(at, 2), ficco.options(engine=engine), packs:
@@ -287,22 +268,13 @@ def _at_odds(at: Rank, how: str) -> tuple[Failure, list[str]]:
             exact(at, "all_gather_matmul", 0)
         sizes = 8, 24 if second and how == "calls differ" else 16
         failure = caught(lambda: exact(at, "all_gather_matmul", 1, "growing", sizes=sizes))
-    names = [thread.name for thread in threading.enumerate()]
+    assert not [one for one in threading.enumerate() if "courier" in one.name]
     at.barrier()
     with host_of(at, 2):
         exact(at, "all_gather_matmul", 2)
-    return failure, [name for name in names if "courier" in name]
-
-
-@pytest.mark.parametrize("how", AT_ODDS)
-def test_hosts_at_odds_are_told_at_once(how: str) -> None:
-    first, second, words = AT_ODDS[how]
-    found = run(4, _at_odds, how, timeout=30)  # not the 60 s of a timeout
-    for rank, (failure, threads) in enumerate(found):
-        assert failure.type in (first if rank < 2 else second), failure
-        for word in words if rank < 2 or first == second else ():
-            assert re.search(word, failure.text), failure.text
-        assert threads == []
+    assert failure.type in (second_host if second else first_host), failure
+    for word in words if not second or first_host == second_host else ():
+        assert re.search(word, failure.text), failure.text
 
 
 @on_ranks(4)

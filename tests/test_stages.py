@@ -209,19 +209,6 @@ def test_they_are_simulated_and_drawn() -> None:
     assert min(bar.start_s for bar in blocks) < max(bar.start_s for bar in last)
 
 
-def test_one_product_that_is_gated_waits_less_than_a_whole_one() -> None:
-    """Its rows are multiplied as they arrive."""
-    machine = find("h200-4", None)
-    plans = tiled(Problem("all_gather_matmul", (4096,) * 4, 4096, 4096, "bfloat16"))
-
-    def whole(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        return tuple(step._replace(waits=step.waits + step.gates, gates=()) for step in steps)
-
-    ungated = [replace(plan, steps=whole(plan.steps)) for plan in plans]
-    check(ungated)
-    assert simulate(plans, machine).stop_s < 0.9 * simulate(ungated, machine).stop_s
-
-
 # Broken plans.
 
 
