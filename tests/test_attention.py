@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import own_group
+from edits import Edit, change, down, edited, refused, replaced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Failure, Rank, caught, on_ranks, run
@@ -31,10 +32,10 @@ from ficco.heuristics import decide
 from ficco.heuristics.families import GATHERED
 from ficco.machine import find
 from ficco.ops.attention import _packed
-from ficco.plan import Attendings, Plan, Region, Step, render
+from ficco.plan import Plan, Step, render
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import PLACEMENTS, Mask, Rectangle, Segment
-from ficco.proof import PlanError, check
+from ficco.proof import check
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
 
@@ -189,80 +190,53 @@ def test_a_ring_of_steps_keeps_to_the_staging() -> None:
 
 
 HEAD_TAIL = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16")
-#: Changes a step, or leaves it as it is.
-Change = Callable[[Step], Step]
+UP, LESS = {"row": lambda row: row + 1}, {"row_stop": lambda row: row - 1}
 
 
-def refuted(made: list[Plan], change: Change, message: str, only: int | None = None) -> None:
-    """The proof finds the plans of all ranks right, and not those in which the steps of rank 1 are
-    changed, or ``only`` one of those that would be."""
-    check(made)
-    steps = list(made[1].steps)
-    places = [place for place, step in enumerate(steps) if change(step) != step]
-    for place in places if only is None else [places[only]]:
-        steps[place] = change(steps[place])
-    with pytest.raises(PlanError, match=message):
-        check([made[0], replace(made[1], steps=tuple(steps)), *made[2:]])
+def attends(step: Step) -> bool:
+    return step.op == "attend"
 
 
-def attend(**fields: Any) -> Change:
-    """Changes fields of what attends first in a step, by functions of it."""
-
-    def change(step: Step) -> Step:
-        if not isinstance(step.work, Attendings):
-            return step
-        one, *rest = step.work.attends
-        changed = {name: to(one) if callable(to) else to for name, to in fields.items()}
-        return step._replace(work=Attendings((one._replace(**changed), *rest)))
-
-    return change
+def awaits_keys(step: Step) -> bool:
+    return attends(step) and bool(step.waits)
 
 
-def waiting(change: Change) -> Change:
-    """The same for steps that wait for keys of peers."""
-    return lambda step: change(step) if step.op == "attend" and step.waits else step
+def first(**fields: Any) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Other fields in the first of some things, as :func:`edits.replaced` has them."""
+    return lambda items: (replaced(items[0], fields), *items[1:])
 
 
-def region(field: str, **by: Any) -> Callable[[Any], Region]:
-    """The region of a field, its bounds moved."""
-
-    def moved(one: Any) -> Region:
-        found: Region = getattr(one, field)
-        return found._replace(**{name: getattr(found, name) + n for name, n in by.items()})
-
-    return moved
-
-
-ROWS = {"row": -1, "row_stop": -1}
+def refuted(plans: list[Plan], edit: Edit, words: str) -> None:
+    """The proof finds the plans right, and not those in which rank 1 has an edit."""
+    check(plans)
+    refused(edited(plans, 1, edit), words)
 
 
 @pytest.mark.parametrize(
-    ("only", "change", "message"),
+    ("suits", "fields", "words"),
     [
-        (1, attend(kv=region("kv", row_stop=-1)), "leaves out rows .* of the keys"),
-        (1, attend(accumulate=True), "adds to what is no sum"),
-        (1, attend(q=region("q", row_stop=-1)), "regions that do not fit"),
-        (0, attend(first=0), "other rows than it says"),
-        (1, attend(out=lambda one: one.out._replace(buffer="out")), "attends in the wrong buffers"),
-        (1, attend(kv=lambda one: one.kv._replace(rank=0)), "at a peer"),
+        (awaits_keys, {"kv": LESS}, "leaves out rows .* of the keys"),
+        (awaits_keys, {"accumulate": True}, "adds to what is no sum"),
+        (awaits_keys, {"q": LESS}, "regions that do not fit"),
+        (attends, {"first": 0}, "other rows than it says"),
+        (awaits_keys, {"out": {"buffer": "out"}}, "attends in the wrong buffers"),
+        (awaits_keys, {"kv": {"rank": 0}}, "at a peer"),
         # Rows of queries and of the result that nobody else has.
-        (0, attend(q=region("q", row=1), out=region("out", row=1)), "leaves out rows 8:9"),
-    ],
-)  # fmt: skip
-def test_wrong_plans_are_found(only: int | None, change: Change, message: str) -> None:
-    refuted(attention_plans(HEAD_TAIL.problem(4), Schedule.parse("growing")), change, message, only)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (waiting(attend(back=None)), "leaves out a gradient"),
-        (waiting(attend(back=region("back", **ROWS))), "gradient in the wrong place|leaves the"),
+        (attends, {"q": UP, "out": UP}, "leaves out rows 8:9"),
     ],
 )
-def test_wrong_plans_of_gradients_are_found(change: Change, message: str) -> None:
-    problem = HEAD_TAIL.problem(4).gradient()
-    refuted(attention_plans(problem, Schedule.parse("growing")), change, message)
+def test_wrong_plans_are_found(suits: Any, fields: dict[str, Any], words: str) -> None:
+    plans = attention_plans(HEAD_TAIL.problem(4), Schedule.parse("growing"))
+    refuted(plans, change(suits, attends=first(**fields)), words)
+
+
+@pytest.mark.parametrize(
+    ("back", "words"),
+    [(None, "leaves out a gradient"), (down(-1), "gradient in the wrong place|leaves the")],
+)
+def test_wrong_plans_of_gradients_are_found(back: Any, words: str) -> None:
+    plans = attention_plans(HEAD_TAIL.problem(4).gradient(), Schedule.parse("growing"))
+    refuted(plans, change(awaits_keys, attends=first(back=back)), words)
 
 
 def test_other_schedules_are_refused() -> None:

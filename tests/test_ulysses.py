@@ -3,15 +3,17 @@ gradients, errors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from edits import Edit, change, down, right
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from subjects import BY_HEADS as SCHEDULES
-from test_attention import AttentionCase, Change, refuted
+from test_attention import AttentionCase, first, refuted
 from test_hosts import TOPOLOGIES
 
 from ficco.heuristics import decide
@@ -56,75 +58,49 @@ def test_plans_of_any_heads_are_proven(data: st.DataObject) -> None:
         runs = [run for piece in pieces for run in problem.alike(rank, *piece)]
         for some in (pieces, runs):  # each head once, in order
             assert [one for span in some for one in range(*span)] == list(range(each))
-        for first, last in runs:
-            begin = rank * each
-            owners = [(begin + head) // problem.shared for head in range(first, last)]
+        for begin, end in runs:
+            owners = [(rank * each + head) // problem.shared for head in range(begin, end)]
             assert len({owners.count(owner) for owner in owners}) == 1, "not one call of a library"
 
 
-def applied(**fields: Any) -> Change:
-    """Changes the second function that is applied, by functions of its fields."""
-
-    def change(step: Step) -> Step:
-        if not isinstance(one := step.work, Applied) or one.first != 2:
-            return step
-        changed = {name: to(getattr(one, name)) for name, to in fields.items()}
-        return step._replace(work=one._replace(**changed))
-
-    return change
+def applies(step: Step) -> bool:
+    return isinstance(step.work, Applied) and step.work.first == 2
 
 
-def moved(buffer: str, end: str, op: str = "copy", **by: int) -> Change:
-    """Moves an end of transfers from a buffer."""
-
-    def change(step: Step) -> Step:
-        move = step.work
-        if not isinstance(move, Transfer) or (step.op, move.src.buffer) != (op, buffer):
-            return step
-        (region,) = first(**by)([getattr(move, end)])
-        return step._replace(work=move._replace(**{end: region}))
-
-    return change
+def move_of(buffer: str, op: str) -> Callable[[Step], bool]:
+    """The move of an operation from a buffer."""
+    return lambda step: (
+        step.op == op and isinstance(step.work, Transfer) and step.work.src.buffer == buffer
+    )
 
 
-def first(**by: int) -> Any:
-    """Moves the first of some regions."""
-
-    def change(regions: Any) -> Any:
-        one = regions[0]
-        moved = {name: getattr(one, name) + n for name, n in by.items()}
-        return (one._replace(**moved), *regions[1:])
-
-    return change
-
-
-UP = {"row": 1, "row_stop": 1}
-DOWN = {"row": -1, "row_stop": -1}
-COLS = {"col": -64, "col_stop": -64}  # what a rank has of a head: 4 positions of 16 elements
 CALL, GRADIENT, KEEPS = (False, ""), (True, "heads"), (False, "heads")
 
 
+#: What a rank has of a head: 4 positions of 16 elements.
+HEAD = 4 * 16
+
+
 @pytest.mark.parametrize(
-    ("kind", "change", "message"),
+    ("kind", "edit", "words"),
     [
         # The function.
-        (CALL, applied(inputs=first(row=-1)), "regions that do not fit"),
-        (CALL, applied(inputs=first(rank=1)), "at a peer"),
-        (CALL, applied(inputs=lambda regions: regions[:2]), "not asked for"),
-        (CALL, applied(inputs=lambda r: (r[0], r[2], r[1])), "wrong buffers"),
-        (CALL, applied(function=lambda _: "softmax"), "not asked for"),
-        (CALL, applied(outs=first(**DOWN)), "other rows than it says"),
+        (CALL, change(applies, inputs=first(row=lambda row: row - 1)), "regions that do not fit"),
+        (CALL, change(applies, inputs=first(rank=0)), "at a peer"),
+        (CALL, change(applies, inputs=lambda regions: regions[:2]), "not asked for"),
+        (CALL, change(applies, inputs=lambda r: (r[0], r[2], r[1])), "wrong buffers"),
+        (CALL, change(applies, function="softmax"), "not asked for"),
+        (CALL, change(applies, outs=lambda r: (down(-1)(r[0]), *r[1:])), "other rows than it says"),
         # What travels back.
-        (CALL, moved("out heads", "src", "place", **COLS), "puts rows where others belong"),
+        (CALL, change(move_of("out heads", "place"), src=right(-HEAD)), "puts rows where others"),
         # Gradients, and what is kept for them.
-        (GRADIENT, moved("grad", "dst", **UP), "another piece|nobody|gates"),
-        (GRADIENT, applied(outs=first(**DOWN)), "other rows than it says"),
-        (KEEPS, moved("k heads", "dst", "place", **UP), "elements of kept k are written"),
+        (GRADIENT, change(move_of("grad", "copy"), dst=down(1)), "another piece|nobody|gates"),
+        (KEEPS, change(move_of("k heads", "place"), dst=down(1)), "elements of kept k are written"),
     ],
 )
-def test_wrong_plans_are_found(kind: tuple[bool, str], change: Change, message: str) -> None:
+def test_wrong_plans_are_found(kind: tuple[bool, str], edit: Edit, words: str) -> None:
     problem = HeadsProblem(AttentionCase(4, 12, 6, dtype="bfloat16").problem(3), *kind)
-    refuted(heads_plans(problem, Schedule.parse("uniform-fused-1d:pieces=2")), change, message, 0)
+    refuted(heads_plans(problem, Schedule.parse("uniform-fused-1d:pieces=2")), edit, words)
 
 
 def test_choice() -> None:
