@@ -20,7 +20,7 @@ import ficco
 from ficco.dma.messages import GlooLinks
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, families
-from ficco.problems.attention import AttentionProblem, HeadsProblem
+from ficco.problems.attention import AttentionProblem
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
 from ficco.schedules import Schedule, StagingTooSmall, plans
@@ -162,16 +162,6 @@ def test_auto_goes_by_the_network(hosts: int, masks: dict[str, Any]) -> None:
     bound = family.bounds(problem, slow, "queued")["copies"]
     assert bound == pytest.approx(wire_s, rel=0.01)
     assert bound < family.seconds(problem, Schedule.parse("growing"), slow) < 1.1 * bound
-
-
-def test_heads_go_by_the_network() -> None:
-    problem = HeadsProblem(attention(2, 2, 1024, 1, 32, 16, 128, causal=True))
-    slow = described("h100-8", ranks=2, network=replace(CARD, bandwidth=1e9))
-    family = families.BY_HEADS
-    decision = decide(problem, machine=slow)
-    assert decision.source == "model" and len(decision.candidates) == len(family.compared)
-    rows = 2 * (8 + 4 + 4 + 8)  # for each rank of the other host: heads of q, k, v and the result
-    assert rows * problem.cols * 2 / 1e9 < family.seconds(problem, Schedule.parse("serial"), slow)
 
 
 def test_without_a_network_the_model_says_what_it_lacks() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -14,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Rank, on_ranks, run
 from subjects import SUBJECTS, Case, compare
-from test_hosts import assert_all_learn, bereaved, crossing, described, host_of
+from test_hosts import assert_all_learn, bereaved, crossing, host_of
 
 import ficco
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.proof import check
 from ficco.schedules import Schedule
 from ficco.schedules.experts import expert_plans
-from ficco.simulate import simulate
 from ficco.simulate.timeline import work
 
 SUBJECT = SUBJECTS["experts"]
@@ -73,22 +71,6 @@ def test_timelines_have_the_bytes_of_whole_batches(hosts: int) -> None:
         sent = [work(plan, step)[1] for step in plan.steps if step.op in ("copy", "network")]
         each = layer.experts * layer.capacity * (layer.k + layer.n) * 4
         assert sum(sent) == (layer.world - 1) * each
-
-
-@pytest.mark.parametrize(("name", "steps"), [("serial", 1), ("shard-overlap", 8)])
-def test_a_layer_waits_for_the_wire_and_a_step_once_for_its_latency(name: str, steps: int) -> None:
-    machine, schedule = described("h100-8"), Schedule.parse(name)
-    assert machine.network is not None
-    layer = ExpertLayer("experts", 16, 4, 8, 64, 32, 64, "bfloat16", "silu", hosts=2)
-    made = expert_plans(layer, schedule)
-    late, soon = (
-        simulate(made, replace(machine, network=replace(machine.network, latency=latency))).stop_s
-        for latency in (2e-3, 1e-3)
-    )
-    assert late - soon == pytest.approx(2 * steps * 1e-3, rel=0.01)  # there and back
-    large = replace(layer, capacity=512, k=4096, h=2816, n=4096)
-    far, near = (expert_plans(one, schedule) for one in (large, replace(large, hosts=1)))
-    assert simulate(far, machine).stop_s > 1.2 * simulate(near, machine).stop_s
 
 
 # Calls.
