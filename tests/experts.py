@@ -91,10 +91,11 @@ def plain(
     capacity: int | None = None,
     activation: str = "relu",
 ) -> torch.Tensor:
-    """The result for one rank's tokens, in float32."""
+    """The result for one rank's tokens, in float32 or wider."""
     function: Any = getattr(functional, activation)
     room = kept(given.indices, up.shape[0], capacity)
-    total = given.tokens.new_zeros(given.tokens.shape[0], down.shape[2]).float()
+    wide = torch.promote_types(given.tokens.dtype, torch.float32)
+    total = given.tokens.new_zeros(given.tokens.shape[0], down.shape[2], dtype=wide)
     for expert in range(up.shape[0]):
         hidden = given.tokens @ up[expert]
         if up.shape[2] == 2 * down.shape[1]:
@@ -102,7 +103,6 @@ def plain(
             active = function(gate) * rest
         else:
             active = function(hidden)
-        made = (active @ down[expert]).float()
-        share = (given.weights.float() * (room & (given.indices == expert))).sum(1, keepdim=True)
-        total = total + share * made
+        share = (given.weights.to(wide) * (room & (given.indices == expert))).sum(1, keepdim=True)
+        total = total + share * (active @ down[expert]).to(wide)
     return total

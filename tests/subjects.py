@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from experts import Data, plain
 from ranks import Rank
 from torch.nn import functional
 
@@ -617,18 +618,6 @@ class Experts(Subject):
             integers(1, rank, iteration, 3, shape=(each, h, n)),
         ]
 
-    def room(self, case: Case, indices: torch.Tensor) -> torch.Tensor:
-        """Which pairs find room: of each expert the first ones, first choices before second."""
-        capacity = case.facts["capacity"]
-        if case.facts.get("on_overflow") == "again":
-            capacity = None
-        seen, room = [0] * (case.sizes[0] * len(case.rows)), torch.zeros_like(indices).bool()
-        for choice in range(indices.shape[1]):
-            for token, expert in enumerate(indices[:, choice].tolist()):
-                room[token, choice] = capacity is None or seen[expert] < capacity
-                seen[expert] += 1
-        return room
-
     def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
         up, down = (torch.cat([one[turn] for one in every]) for turn in (2, 3))
         whole = [[tokens, weights, up, down] for tokens, weights, _, _ in every]
@@ -636,19 +625,11 @@ class Experts(Subject):
 
     def of_all(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
         """The results of each rank, of its tokens and of all experts."""
+        again = case.facts.get("on_overflow") == "again"
         found = []
         for rank, (tokens, weights, up, down) in enumerate(every):
-            indices = self.indices(case, rank, iteration)
-            room, total = self.room(case, indices), tokens.new_zeros(len(tokens), down.shape[2])
-            for expert in range(len(up)):
-                hidden = tokens @ up[expert]
-                gate, *rest = hidden.chunk(1 + case.sizes[5], 1)
-                active = functional.relu(gate)
-                for factor in rest:
-                    active = active * factor
-                share = (weights * (room & (indices == expert))).sum(1, keepdim=True)
-                total = total + share * (active @ down[expert])
-            found.append([total])
+            given = Data(tokens, self.indices(case, rank, iteration), weights)
+            found.append([plain(given, up, down, None if again else case.facts["capacity"])])
         return found
 
     def constants(self, case: Case, rank: int, iteration: int) -> Tensors:

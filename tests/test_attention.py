@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -12,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from cases import own_group
-from edits import changed, down, twice
+from edits import Edit, change, down, edited, refused, replaced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Failure, Rank, caught, on_ranks, run
-from subjects import SUBJECTS, Case, attended, exact
+from subjects import BY_HEADS, SUBJECTS, Case, attended, exact
+from test_hosts import TOPOLOGIES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.functional import scaled_dot_product_attention
@@ -29,17 +30,17 @@ import ficco.nn
 from ficco.compute.attention import Heads, Result, attention, backward
 from ficco.heuristics import decide
 from ficco.heuristics.families import GATHERED
-from ficco.machine import Machine, find
+from ficco.machine import find
 from ficco.ops.attention import _packed
-from ficco.plan import Attendings, Plan, Reduction, Region, Step, render
+from ficco.plan import Plan, Step, render
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import PLACEMENTS, Mask, Rectangle, Segment
-from ficco.proof import PlanError, check
+from ficco.proof import check
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
-from ficco.simulate import simulate
 
 _, *SCHEDULES = SUBJECTS["all_gather_attention"].schedules(4)
+_, *OVER_HOSTS = SUBJECTS["all_gather_attention"].schedules(4, hosts=2)
 
 
 @dataclass(frozen=True)
@@ -149,41 +150,27 @@ def test_rectangles_have_each_pair_once(drawn: Any) -> None:
 # Plans.
 
 
-@given(
-    st.integers(1, 8),
-    st.integers(0, 10),
-    st.sampled_from(SCHEDULES),
-    st.sampled_from(PLACEMENTS),
-    st.none() | st.integers(0, 100),
-    st.booleans(),
-    st.none() | st.lists(st.integers(0, 160), max_size=5),
-    st.sampled_from(("bfloat16", "float32")),
-    st.booleans(),
-)
-@settings(max_examples=60, deadline=None)
-def test_plans_of_any_sizes_are_proven(
-    world: int,
-    half: int,
-    schedule: str,
-    placement: str,
-    window: int | None,
-    causal: bool,
-    inner: list[int] | None,
-    dtype: str,
-    keeps: bool,
-) -> None:
+@given(data=st.data())
+@settings(max_examples=120, deadline=None)
+def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
     """Those of calls, and of gradients, for which what was gathered is kept or travels again."""
-    length = 2 * half * world
-    cuts = [0, length, *(min(one, length) for one in inner or ())]
-    bounds = tuple(sorted({*cuts})) if inner and length else ()
-    window = window if causal else None
+    hosts, local = data.draw(st.sampled_from((*((1, n) for n in range(1, 9)), *TOPOLOGIES)))
+    world, half = hosts * local, data.draw(st.integers(0, 10))
+    length, causal = 2 * half * world, data.draw(st.booleans())
+    window = data.draw(st.none() | st.integers(0, 100)) if causal else None
+    inner = data.draw(st.lists(st.integers(0, 160), max_size=5))
+    cuts = {0, length, *(min(one, length) for one in inner)}
+    bounds = tuple(sorted(cuts)) if inner and length else ()
+    dtype = data.draw(st.sampled_from(("bfloat16", "float32")))
+    placement, keeps = data.draw(st.sampled_from(PLACEMENTS)), data.draw(st.booleans())
     case = AttentionCase(2 * half, 4, 1, 8, 1, dtype, causal, window, bounds, placement)
-    problem = replace(case.problem(world), keeps=keeps and world > 1)
-    for asked in (problem, case.problem(world).gradient(keeps)):
-        made = attention_plans(asked, Schedule.parse(schedule))
+    schedule = Schedule.parse(data.draw(st.sampled_from(OVER_HOSTS if hosts > 1 else SCHEDULES)))
+    problem = case.problem(world, hosts)
+    for asked in (replace(problem, keeps=keeps and world > 1), problem.gradient(keeps)):
+        made = attention_plans(asked, schedule)
         check(made)
         render(made[0])
-    for plan in made if keeps else ():  # gradients travel, and nothing else does
+    for plan in made if keeps and hosts == 1 else ():  # gradients travel, and nothing else does
         moves = [step.copy for step in plan.steps]
         assert {move.src.buffer for move in moves if move} <= {"leaving"}
         assert "staging" not in plan.buffer
@@ -202,126 +189,54 @@ def test_a_ring_of_steps_keeps_to_the_staging() -> None:
         attention_plans(problem, Schedule.parse("growing"), None, nbytes // 4)
 
 
-def test_what_is_hidden_does_not_travel() -> None:
-    def rows(**masks: Any) -> list[int]:
-        problem = AttentionCase(16, **masks).problem(4)
-        assert problem.keys.block(1, 1) == 16
-        return [sum(problem.keys.block(i, j) for i in range(4) if i != j) for j in range(4)]
-
-    assert rows() == [48] * 4
-    assert rows(causal=True) == [0, 16, 32, 48]
-    # Of ranks before it a rank needs the first half, of those after it all.
-    assert rows(causal=True, placement="head-tail") == [48, 40, 32, 24]
-    assert rows(causal=True, window=3) == [0, 3, 3, 3]
-    assert rows(cu_seqlens=(0, 16, 40, 64)) == [0, 8, 32, 8]
-    assert rows(cu_seqlens=(0, 16, 40, 64), causal=True) == [0, 0, 16, 8]
-
-
 HEAD_TAIL = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16")
-#: Changes a step, or leaves it as it is.
-Change = Callable[[Step], Step]
+UP, LESS = {"row": lambda row: row + 1}, {"row_stop": lambda row: row - 1}
 
 
-def refuted(made: list[Plan], change: Change, message: str, only: int | None = None) -> None:
-    """The proof finds the plans of all ranks right, and not those in which the steps of rank 1 are
-    changed, or ``only`` one of those that would be."""
-    check(made)
-    steps = list(made[1].steps)
-    places = [place for place, step in enumerate(steps) if change(step) != step]
-    for place in places if only is None else [places[only]]:
-        steps[place] = change(steps[place])
-    with pytest.raises(PlanError, match=message):
-        check([made[0], replace(made[1], steps=tuple(steps)), *made[2:]])
+def attends(step: Step) -> bool:
+    return step.op == "attend"
 
 
-def attend(**fields: Any) -> Change:
-    """Changes fields of what attends first in a step, by functions of it."""
-
-    def change(step: Step) -> Step:
-        if not isinstance(step.work, Attendings):
-            return step
-        one, *rest = step.work.attends
-        changed = {name: to(one) if callable(to) else to for name, to in fields.items()}
-        return step._replace(work=Attendings((one._replace(**changed), *rest)))
-
-    return change
+def awaits_keys(step: Step) -> bool:
+    return attends(step) and bool(step.waits)
 
 
-def waiting(change: Change) -> Change:
-    """The same for steps that wait for keys of peers."""
-    return lambda step: change(step) if step.op == "attend" and step.waits else step
+def first(**fields: Any) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Other fields in the first of some things, as :func:`edits.replaced` has them."""
+    return lambda items: (replaced(items[0], fields), *items[1:])
 
 
-def region(field: str, **by: Any) -> Callable[[Any], Region]:
-    """The region of a field, its bounds moved."""
-
-    def moved(one: Any) -> Region:
-        found: Region = getattr(one, field)
-        return found._replace(**{name: getattr(found, name) + n for name, n in by.items()})
-
-    return moved
-
-
-def fewer(step: Step) -> Step:
-    if not isinstance(step.work, Reduction) or len(step.work.parts) < 3:
-        return step
-    parts, terms, out = step.work
-    return step._replace(work=Reduction(parts[:-1], terms[:-1], out))
-
-
-ROWS = {"row": -1, "row_stop": -1}
+def refuted(plans: list[Plan], edit: Edit, words: str) -> None:
+    """The proof finds the plans right, and not those in which rank 1 has an edit."""
+    check(plans)
+    refused(edited(plans, 1, edit), words)
 
 
 @pytest.mark.parametrize(
-    ("only", "change", "message"),
+    ("suits", "fields", "words"),
     [
-        (1, attend(first=lambda one: one.first + 1), "another piece|twice|adds rows|leaves"),
-        (1, attend(kv=region("kv", row_stop=-1)), "leaves out rows .* of the keys"),
-        (1, attend(accumulate=True), "adds to what is no sum"),
-        (1, attend(q=region("q", row_stop=-1)), "regions that do not fit"),
-        (0, attend(first=0), "other rows than it says"),
-        (1, attend(out=lambda one: one.out._replace(buffer="out")), "attends in the wrong buffers"),
-        (1, attend(kv=lambda one: one.kv._replace(buffer="q", col_stop=64)), "wrong buffers"),
-        (1, attend(kv=lambda one: one.kv._replace(rank=0)), "at a peer"),
-        (1, attend(kv=region("kv", col=1)), "do not fit"),
+        (awaits_keys, {"kv": LESS}, "leaves out rows .* of the keys"),
+        (awaits_keys, {"accumulate": True}, "adds to what is no sum"),
+        (awaits_keys, {"q": LESS}, "regions that do not fit"),
+        (attends, {"first": 0}, "other rows than it says"),
+        (awaits_keys, {"out": {"buffer": "out"}}, "attends in the wrong buffers"),
+        (awaits_keys, {"kv": {"rank": 0}}, "at a peer"),
         # Rows of queries and of the result that nobody else has.
-        (0, attend(q=region("q", row=1), out=region("out", row=1)), "leaves out rows 8:9"),
-        (None, waiting(lambda step: step._replace(waits=())), "before it is|nobody waits|waited"),
-        (None, waiting(lambda s: changed(s, attends=twice)), "another product adds, too"),
-    ],
-)  # fmt: skip
-def test_wrong_plans_are_found(only: int | None, change: Change, message: str) -> None:
-    refuted(attention_plans(HEAD_TAIL.problem(4), Schedule.parse("growing")), change, message, only)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (waiting(attend(back=None)), "leaves out a gradient"),
-        (waiting(attend(accumulate=False)), "is written twice"),
-        (waiting(lambda s: s._replace(lane="compute1")), "before it is written|by an unordered"),
-        (waiting(attend(back=region("back", **ROWS))), "gradient in the wrong place|leaves the"),
-        (fewer, "leaves out the product of a rank"),
-        (lambda s: s._replace(after=s.after[1:]) if s.label.startswith("d") else s, "before it is"),
+        (attends, {"q": UP, "out": UP}, "leaves out rows 8:9"),
     ],
 )
-def test_wrong_plans_of_gradients_are_found(change: Change, message: str) -> None:
-    problem = HEAD_TAIL.problem(4).gradient()
-    refuted(attention_plans(problem, Schedule.parse("growing")), change, message)
+def test_wrong_plans_are_found(suits: Any, fields: dict[str, Any], words: str) -> None:
+    plans = attention_plans(HEAD_TAIL.problem(4), Schedule.parse("growing"))
+    refuted(plans, change(suits, attends=first(**fields)), words)
 
 
-@pytest.mark.parametrize("schedule", ["growing:compute=2", "shard-overlap:compute=2"])
-def test_merging_waits_for_the_other_lane(schedule: str) -> None:
-    made = attention_plans(HEAD_TAIL.problem(4), Schedule.parse(schedule))
-    merges = [step for step in made[1].steps if step.label == "merge" and step.after]
-    assert merges
-    for only in range(len(merges)):
-        refuted(
-            made,
-            lambda step: step._replace(after=()) if step.label == "merge" else step,
-            "may read before it is written",
-            only,
-        )
+@pytest.mark.parametrize(
+    ("back", "words"),
+    [(None, "leaves out a gradient"), (down(-1), "gradient in the wrong place|leaves the")],
+)
+def test_wrong_plans_of_gradients_are_found(back: Any, words: str) -> None:
+    plans = attention_plans(HEAD_TAIL.problem(4).gradient(), Schedule.parse("growing"))
+    refuted(plans, change(awaits_keys, attends=first(back=back)), words)
 
 
 def test_other_schedules_are_refused() -> None:
@@ -344,13 +259,6 @@ def test_a_ring_copies_keys_to_the_next_rank_alone(backward: bool) -> None:
                 keys.append(move.src.rows)
         assert sum(keys) == 3 * 16  # its own rows, and those of two others
 
-    def others(step: Step) -> Step:
-        return changed(step, src=down(-8)) if step.label == "0.1>2" else step
-
-    here = "0.0 is here"
-    refuted(made, lambda s: s._replace(waits=()) if s.label == here else s, "never waited for")
-    refuted(made, others, "another|nobody|other")
-
 
 def test_choice() -> None:
     machine = find("h200-4", None)
@@ -370,28 +278,6 @@ def test_choice() -> None:
     assert ways == sorted(set(ways))
 
 
-@pytest.mark.parametrize("schedule", ["growing", "shard-overlap"])
-@pytest.mark.parametrize("world", [4, 8, 16])
-def test_under_a_causal_mask_the_busiest_port_is_not_kept_waiting(
-    world: int, schedule: str
-) -> None:
-    """By other orders the last rows come 1.4 to 1.6 times as late as they could."""
-    machine = find("h100-8", None)
-    assert isinstance(machine, Machine) and machine.copies is not None
-    sizes = world, 16384 // world, 1, 32, 8, 128, "bfloat16"
-    asked = AttentionProblem(*sizes, causal=True, placement="head-tail")
-    made = attention_plans(asked, Schedule.parse(schedule))
-    busy = Counter[tuple[str, int]]()
-    for plan in made:
-        for move in filter(None, (step.copy for step in plan.steps)):
-            nbytes = 2 * move.elements
-            seconds = machine.copies.gap + nbytes / machine.copies.rate(nbytes)
-            busy.update({("out", plan.rank): seconds, ("in", move.dst.rank): seconds})
-    bars = [bar for mine in simulate(made, replace(machine, ranks=world)).ranks for bar in mine]
-    last = max(bar.stop_s for bar in bars if bar.kind == "copy")
-    assert max(busy.values()) < last < 1.3 * max(busy.values())
-
-
 # Calls on CPUs.
 
 
@@ -407,14 +293,21 @@ def test_memory_is_capped(at: Rank) -> None:
     """A cap that a ring of steps keeps to, and caps that are refused: a ring of ranks has none."""
     subject, facts = SUBJECTS["all_gather_attention"], {"causal": True, "placement": "head-tail"}
     case = Case((16,) * at.world, (16, 1, 4, 2, 16), schedule="shard-overlap", facts=facts)
-    with ficco.options(workspace_bytes=24_000):
-        for iteration in range(4):
-            exact(at, subject, case, iteration)
-    with ficco.options(workspace_bytes=60_000):
-        exact(at, subject, case.on(needs=(True,) * 3), 4)
-    for cap, schedule in ((6_000, "growing"), (4_000, "ring")):
+    for turn, cap in enumerate((*(24_000,) * 4, 60_000)):
         with ficco.options(workspace_bytes=cap):
-            failure = caught(lambda: exact(at, subject, case.on(schedule=schedule), 1))  # noqa: B023
+            exact(at, subject, case.on(needs=(cap > 24_000,) * 3), turn)
+    by_heads, facts = SUBJECTS["ulysses_attention"], {"causal": True, "scale": 0.5}
+    heads = Case(case.rows, (16, 3, 8, 4, 16), facts=facts, needs=(True,) * 3)
+    for turn, schedule in enumerate((*BY_HEADS, "auto")):
+        with ficco.options(workspace_bytes=180_000):
+            exact(at, by_heads, heads.on(schedule=schedule), turn, saves=turn % 2 > 0)
+    for of, one, cap in (
+        (subject, case.on(schedule="growing"), 6_000),
+        (subject, case.on(schedule="ring"), 4_000),
+        (by_heads, heads, 6_000),
+    ):
+        with ficco.options(workspace_bytes=cap):
+            failure = caught(lambda: exact(at, of, one, 1))  # noqa: B023
         assert failure.type == "ValueError", failure
         assert "workspace_bytes: required at least" in failure.text
 
@@ -600,8 +493,10 @@ OWN = {
 }
 
 
-def _refused(at: Rank, operator: str) -> list[str]:
-    """The texts of refusals, between which the group goes on."""
+@pytest.mark.parametrize("operator", OPERATORS)
+@on_ranks(2)
+def test_bad_input_says_what_to_do(at: Rank, operator: str) -> None:
+    """The same on all ranks, and the group goes on."""
     call, texts = getattr(ficco, operator), []
     for operands, facts, word in [*WRONG, *OWN[operator]]:
         failure = caught(lambda: call(*operands, **facts))  # noqa: B023
@@ -615,20 +510,14 @@ def _refused(at: Rank, operator: str) -> list[str]:
         for operands, facts, word in WRONG[-len(NO_BOUNDS) - 3 :]:
             failure = caught(lambda: call(*operands, **facts))  # noqa: B023
             assert re.search(word, failure.text) and "required" in failure.text, failure
-    leaves = [one.clone().requires_grad_() for one in (Q, K, K)]
-    (first,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[1], create_graph=True)
-    assert "derivative" in caught(lambda: first.sum().backward()).text
-    return texts
+    every: list[Any] = [None] * at.world
+    dist.all_gather_object(every, texts)
+    assert every == [texts] * at.world
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_bad_input_says_what_to_do(operator: str) -> None:
-    one, other = run(2, _refused, operator)
-    assert one == other
-
-
-def _numbers(at: Rank, operator: str) -> None:
-    """Numbers of any type are those of Python."""
+@on_ranks(2)
+def test_numbers_of_any_type_are_those_of_python(at: Rank, operator: str) -> None:
     call = getattr(ficco, operator)
     q, k = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
     plain = {"causal": True, "window": 3, "scale": 0.25, "cu_seqlens": [0, 5, 16]}
@@ -641,8 +530,10 @@ def _numbers(at: Rank, operator: str) -> None:
         assert torch.equal(call(q, k, k, **(plain | changes)), wanted)
 
 
-def _unlike(at: Rank, operator: str) -> None:
-    """Ranks that differ in a mask, rows, heads, the scale or the gradients that they want."""
+@pytest.mark.parametrize("operator", OPERATORS)
+@on_ranks(2)
+def test_ranks_that_differ_are_told(at: Rank, operator: str) -> None:
+    """In a mask, rows, heads, the scale or the gradients that they want."""
     longer, wide = torch.zeros(1, 4, 10, 16), torch.zeros(1, 4, 8, 16)
     others: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((Q, K, K), {"causal": True}),
@@ -659,9 +550,3 @@ def _unlike(at: Rank, operator: str) -> None:
             failure = caught(lambda: getattr(ficco, operator)(*operands, **how))  # noqa: B023
         assert failure.type == "RankMismatch" and operator in failure.text, failure
         assert ("causal" in failure.text) or "causal" not in other[1], failure
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_numbers_of_any_type_and_ranks_that_differ(operator: str) -> None:
-    run(2, _numbers, operator)
-    run(2, _unlike, operator)

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from cases import own_group
 from experts import Data, Layer, data, kept, part, plain, weights_of
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Failure, Rank, caught, on_ranks, run
+from ranks import Rank, caught, on_ranks, run
 from subjects import SUBJECTS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -49,12 +50,8 @@ def own(whole: Sequence[torch.Tensor], at: Rank, split: str) -> list[torch.Tenso
 def every_way(at: Rank, layer: Layer, split: str = "experts") -> None:
     for iteration, name in enumerate(SCHEDULES):
         given = data(layer, at.rank, iteration)
-        for ways in (
-            {"capacity": 5},
-            {"capacity": 2},
-            {"capacity": 3, "on_overflow": "again"},
-            {"capacity": None},
-        ):
+        again = {"capacity": 3, "on_overflow": "again"}
+        for ways in ({"capacity": 5}, {"capacity": 2}, again, {"capacity": None}):
             found = call(at, layer, given, iteration, schedule=name, split=split, **ways)
             drops = ways.get("on_overflow") != "again"
             wanted = plain(
@@ -64,21 +61,13 @@ def every_way(at: Rank, layer: Layer, split: str = "experts") -> None:
             assert torch.equal(found.cpu(), wanted.to(layer.dtype)), f"rank {at.rank} {name} {ways}"
 
 
+#: Whose tokens go to few experts, by the number of ranks.
 LAYERS = {
-    1: [Layer((5,)), Layer((0,), gated=True)],
-    2: [
-        Layer((6, 9)),
-        Layer((7, 0), experts=2, top_k=1, gated=True),
-        Layer((5, 5), experts=6, routes="one", dtype=torch.bfloat16, k=4, h=3),
-        Layer((9, 4), 8, 2, 8, 16, 24, gated=True, dtype=torch.bfloat16),
-    ],
-    3: [Layer((4, 0, 7), experts=6, gated=True), Layer((0, 0, 1), experts=3, top_k=1)],
+    2: [Layer((5, 5), experts=6, routes="one", dtype=torch.bfloat16, k=4, h=3)],
     4: [
-        Layer((6, 3, 0, 9), experts=8, top_k=3),
         Layer((5, 5, 5, 5), experts=4, routes="few", gated=True),
         Layer((19, 5, 0, 8), 8, 2, 8, 16, 24, True, "few", torch.bfloat16),
         Layer((4, 4, 4, 4), experts=8, routes="one"),
-        Layer((0, 0, 0, 0)),
     ],
 }
 
@@ -88,25 +77,24 @@ LAYERS = {
 
 @on_ranks(2)
 def test_a_token_that_is_no_number_spoils_its_own_experts_alone(at: Rank) -> None:
-    """A token that is no number spoils the gradients of its own experts alone."""
     layer = Layer((6,) * at.world, experts=4, gated=True)
     given = data(layer, at.rank)
     given.indices[:], given.tokens[-1] = torch.tensor([1, 2]), float("nan")
     given.indices[-1] = torch.tensor([0, 3])
     up, down = (part(one, at.rank, 2).requires_grad_() for one in weights_of(layer))
     for capacity in (9, None):
-        y = ficco.experts(
-            given.tokens, given.indices, given.weights, up, down, capacity=capacity,
-            activation="relu",
-        )  # fmt: skip
+        ways: Any = {"capacity": capacity, "activation": "relu"}
+        y = ficco.experts(*vars(given).values(), up, down, **ways)
         clean = 1 - at.rank  # of this rank's experts
         assert y[:-1].isfinite().all() and y[-1].isnan().all()
         for grad in torch.autograd.grad(y[:-1].sum(), (up, down)):
             assert grad[clean].isfinite().all() and grad[clean].any()
 
 
-def smooth(at: Rank, activation: str) -> None:
-    """Activations and their derivatives, against float64 in one process."""
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@on_ranks(2)
+def test_activations_and_their_derivatives(at: Rank, activation: str) -> None:
+    """Against float64 in one process."""
     layer = Layer((5, 3), experts=4, gated=activation != "gelu", dtype=torch.float64)
     generator = torch.Generator().manual_seed(3)
     whole = [
@@ -118,19 +106,14 @@ def smooth(at: Rank, activation: str) -> None:
     sum(one.square().sum() for one in wanted).backward()
     parts = [part(one.detach(), at.rank, 2).requires_grad_() for one in whole]
     mine = data(layer, at.rank).leaves()
-    ways = {"capacity": 4, "activation": activation}
-    y = ficco.experts(mine.tokens, mine.indices, mine.weights, *parts, **ways)
+    y = ficco.experts(*vars(mine).values(), *parts, capacity=4, activation=activation)
     y.square().sum().backward()
-    # The comparison sums in float32.
-    torch.testing.assert_close(y.float(), wanted[at.rank], rtol=1e-5, atol=1e-4)
-    for one, two in zip(parts, whole, strict=True):
-        torch.testing.assert_close(one.grad, part(two.grad, at.rank, 2), rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(mine.tokens.grad, every[at.rank].tokens.grad, rtol=1e-5, atol=1e-4)
-
-
-def test_activations_and_their_derivatives() -> None:
-    for activation in ("silu", "gelu"):
-        run(2, smooth, activation)
+    for one, two in (
+        (y, wanted[at.rank]),
+        *((one.grad, part(two.grad, at.rank, 2)) for one, two in zip(parts, whole, strict=True)),
+        (mine.tokens.grad, every[at.rank].tokens.grad),
+    ):
+        torch.testing.assert_close(one, two)
 
 
 def test_every_activation_has_functions() -> None:
@@ -160,41 +143,18 @@ def routed(at: Rank, layer: Layer, schedule: str) -> None:
         assert torch.equal(found, wanted)
 
 
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    tokens=st.tuples(*[st.integers(0, 9)] * 3),
-    each=st.integers(1, 3),
-    top_k=st.integers(1, 2),
-    routes=st.sampled_from(["spread", "one", "few"]),
-    schedule=st.sampled_from(SCHEDULES),
-    gated=st.booleans(),
-)
-def test_any_routes(
-    tokens: tuple[int, ...], each: int, top_k: int, routes: str, schedule: str, gated: bool
-) -> None:
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_any_routes(data: st.DataObject) -> None:
+    tokens = data.draw(st.tuples(*[st.integers(0, 9)] * 3))
+    each, top_k = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    routes, gated = data.draw(st.sampled_from(["spread", "one", "few"])), data.draw(st.booleans())
     layer = Layer(tokens, 3 * each, top_k, 4, 3, 5, gated, routes)
-    run(3, routed, layer, schedule)
-
-
-@on_ranks(2)
-def test_calls_of_several_kinds_take_turns(at: Rank) -> None:
-    """Kinds of calls by turns, two of them in flight, find their own rows."""
-    layer = Layer((6, 3), experts=4)
-    for iteration in range(12):
-        given = data(layer, at.rank, iteration)
-        capacity = (None, 1, 4)[iteration % 3]
-        found = call(at, layer, given, iteration, capacity=capacity)
-        assert torch.equal(found, plain(given, *weights_of(layer, iteration), capacity))
-        a = torch.full((2, 4), float(at.rank + iteration))
-        total = ficco.all_gather_matmul(a, torch.eye(4))
-        assert total[0, 0] == iteration and total[2, 0] == iteration + 1
+    run(3, routed, layer, data.draw(st.sampled_from(SCHEDULES)))
 
 
 @on_ranks(2)
 def test_counts_are_exchanged_before_other_calls(at: Rank) -> None:
-    """Ranks may exchange their counts before other calls."""
     layer = Layer((3, 40), experts=4)
     given = data(layer, at.rank)
     routings = [ficco.route(given.indices, 4) for _ in range(3)]
@@ -210,36 +170,32 @@ def test_counts_are_exchanged_before_other_calls(at: Rank) -> None:
         assert routing.capacity == rounded(most) > 8 and not routing.dropped.any()
 
 
-def noted(at: Rank) -> tuple[list[str], list[tuple[int, bool]]]:
-    """What a call does first: bring tokens to their rows, or wait for the counts. And the layers
-    for which a schedule is chosen, where all tokens go to two of four experts."""
-    first: list[str] = []
-    layers: list[tuple[int, bool]] = []
+@on_ranks(2)
+def test_tokens_leave_before_the_counts_and_a_schedule_is_chosen_once(at: Rank) -> None:
+    """A call brings tokens to their rows, then waits for the counts; where all tokens go to two of
+    four experts, a schedule is chosen for the mean size."""
+    notes: list[Any] = []
 
-    def noting(target: Any, name: str, note: Callable[[Any], None]) -> Any:
+    def noting(target: Any, name: str, note: Callable[[Any], Any]) -> Any:
         wrapped = getattr(target, name)
 
         def noted(one: Any, *more: Any, **how: Any) -> Any:
-            note(one)
+            notes.append(note(one))
             return wrapped(one, *more, **how)
 
         return mock.patch.object(target, name, noted)
 
-    with (
-        noting(ops, "_dispatched", lambda _: first.append("rows")),
-        noting(Routing, "settle", lambda _: first.append("counts")),
-    ):
+    rows = noting(ops, "_dispatched", lambda _: "rows")
+    with rows, noting(Routing, "settle", lambda _: "counts"):
         layer = Layer((9, 4), experts=4)
         call(at, layer, data(layer, at.rank), capacity=None)
-    with noting(ops, "decide", lambda layer: layers.append((layer.capacity, layer.exact))):
+    assert notes[:2] == ["rows", "counts"]
+    notes.clear()
+    with noting(ops, "decide", lambda layer: (layer.capacity, layer.exact)):
         layer = Layer((40, 40), experts=4, k=16, routes="one")
         for capacity in (None, 40, None):
             call(at, layer, data(layer, at.rank), capacity=capacity)
-    return first[:2], layers
-
-
-def test_tokens_leave_before_the_counts_and_a_schedule_is_chosen_once() -> None:
-    assert run(2, noted) == [(["rows", "counts"], [(20, True), (40, False)])] * 2
+    assert notes == [(20, True), (40, False)]
 
 
 # Wrong calls.
@@ -288,21 +244,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def wrong(at: Rank) -> list[Failure]:
-    """Refused everywhere, and the group goes on."""
-    failures = []
-    for changes, _ in WRONG:
-        failures.append(caught(partial(ficco.experts, **(operands(at) | changes))))
+@on_ranks(2)
+def test_a_wrong_call_is_refused_on_every_rank(at: Rank) -> None:
+    """And the group goes on."""
+    for changes, text in WRONG:
+        failure = caught(partial(ficco.experts, **(operands(at) | changes)))
+        kind = "NotImplementedError" if "not served" in text else "ValueError"
+        assert failure.type == kind and text in failure.text, failure
+        assert "required" in failure.text or kind == "NotImplementedError"
         assert ficco.experts(**operands(at)).shape == (4, 8)
-    return failures
-
-
-def test_a_wrong_call_is_refused_on_every_rank() -> None:
-    for failures in run(2, wrong):
-        for (_, text), failure in zip(WRONG, failures, strict=True):
-            kind = "NotImplementedError" if "not served" in text else "ValueError"
-            assert failure.type == kind and text in failure.text, failure
-            assert "required" in failure.text or kind == "NotImplementedError"
 
 
 DIFFERENT: list[dict[str, list[Any]]] = [
@@ -317,23 +267,18 @@ DIFFERENT: list[dict[str, list[Any]]] = [
 ]
 
 
-def differ(at: Rank) -> list[Failure]:
-    failures = []
+@on_ranks(2)
+def test_ranks_that_differ_are_named(at: Rank) -> None:
     for changes in DIFFERENT:
         mine = {name: values[at.rank] for name, values in changes.items()}
         with own_group(at) as group:
             given = operands(at) | mine | {"group": group}
-            failures.append(caught(partial(ficco.experts, **given)))
-    return failures
+            failure = caught(partial(ficco.experts, **given))
+        assert failure.type == "RankMismatch", (changes, failure)
 
 
-def test_ranks_that_differ_are_named() -> None:
-    for failures in run(2, differ):
-        for changes, failure in zip(DIFFERENT, failures, strict=True):
-            assert failure.type == "RankMismatch", (changes, failure)
-
-
-def refused_routings(at: Rank) -> list[Failure]:
+@on_ranks(2)
+def test_routings_that_cannot_serve_are_refused(at: Rank) -> None:
     """Routings that do not fit their call, of another group, or that outlive the workspace in which
     they were made."""
     given = operands(at)
@@ -364,24 +309,19 @@ def refused_routings(at: Rank) -> list[Failure]:
                 found.append(caught(lambda r=waits: ficco.experts(indices=r, **given)))
             for routing in (used, ficco.route(indices, 4, group=group, **how)):
                 assert torch.equal(ficco.experts(indices=routing, **given), wanted)
-    return found
-
-
-def test_routings_that_cannot_serve_are_refused() -> None:
     texts = (
         *("required none with a routing", "6 experts in all", "at least 1 in all", "torch.Tensor"),
         *("another group", *["call ficco.route again"] * 4),
     )
-    for failures in run(2, refused_routings):
-        for failure, text in zip(failures, texts, strict=True):
-            closed = "again" in text
-            assert failure.type == ("FiccoError" if closed else "ValueError"), failure
-            assert text in failure.text, failure
-            assert not closed or failure.text.startswith("routing: required one")
+    for failure, text in zip(found, texts, strict=True):
+        closed = "again" in text
+        assert failure.type == ("FiccoError" if closed else "ValueError"), failure
+        assert text in failure.text, failure
+        assert not closed or failure.text.startswith("routing: required one")
 
 
-def out_of_memory(at: Rank) -> list[Any]:
-    failures = []
+@on_ranks(2)
+def test_a_rank_without_memory_tells_the_others(at: Rank) -> None:
     for step in ("_dispatched", "_weighted_rows", "_activation_backward"):
         with own_group(at) as group, ficco.options(timeout_s=30):
             given = operands(at) | {"group": group}
@@ -394,19 +334,14 @@ def out_of_memory(at: Rank) -> list[Any]:
 
             layer()
             error = None if at.rank else RuntimeError("out of memory")
-            failing = mock.patch.object(ops, step, wraps=getattr(ops, step), side_effect=error)
-            with failing:
-                failures.append(caught(layer))
-    return failures
+            with mock.patch.object(ops, step, wraps=getattr(ops, step), side_effect=error):
+                failure = caught(layer)
+        assert "out of memory" in failure.text, failure
+        assert failure.type == ("RankMismatch" if at.rank else "RuntimeError"), failure
 
 
-def test_a_rank_without_memory_tells_the_others() -> None:
-    for one, other in zip(*run(2, out_of_memory), strict=True):
-        assert "out of memory" in one.text
-        assert other.type == "RankMismatch" and "out of memory" in other.text, other
-
-
-def compiled(at: Rank) -> list[Failure]:
+@on_ranks(2)
+def test_an_exact_routing_is_a_graph_break(at: Rank) -> None:
     """An exact routing is a graph break in compiled code; refused where tensors have no data, and
     where there may be no break."""
     given = operands(at)
@@ -424,33 +359,26 @@ def compiled(at: Rank) -> list[Failure]:
     torch._dynamo.reset()
     whole = caught(lambda: torch.compile(layer, backend="eager", fullgraph=True)(tokens))
     with FakeTensorMode():
-        return [whole, caught(partial(ficco.route, torch.ones(4, 2, dtype=torch.int64), 4))]
+        fake = caught(partial(ficco.route, torch.ones(4, 2, dtype=torch.int64), 4))
+    assert whole.type == "Unsupported" and "make_routing" in whole.text
+    assert fake.type == "NotImplementedError" and "pass indices" in fake.text
 
 
-def test_an_exact_routing_is_a_graph_break() -> None:
-    for whole, fake in run(2, compiled):
-        assert whole.type == "Unsupported" and "make_routing" in whole.text
-        assert fake.type == "NotImplementedError" and "pass indices" in fake.text
-
-
-def silent(at: Rank) -> Failure | None:
+@on_ranks(2)
+def test_a_rank_that_tells_nothing_is_named(at: Rank) -> None:
     """No routing of its own: the others wait for its numbers."""
     given = operands(at)
     with own_group(at) as group:
         ficco.experts(**given, group=group)
-        if at.rank:
-            return None
-        with ficco.options(timeout_s=1):
-            return caught(lambda: ficco.route(given["indices"], 4, group=group).capacity)
+        if at.rank == 0:
+            with ficco.options(timeout_s=1):
+                failure = caught(lambda: ficco.route(given["indices"], 4, group=group).capacity)
+            assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1
+            assert "for rank 1 at step 'agree on what to compute';" in failure.text
 
 
-def test_a_rank_that_tells_nothing_is_named() -> None:
-    failure, _ = run(2, silent)
-    assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1
-    assert "for rank 1 at step 'agree on what to compute';" in failure.text
-
-
-def under_options(at: Rank) -> Failure:
+@on_ranks(2)
+def test_autocast_and_a_cap_on_memory(at: Rank) -> None:
     """Autocast casts tokens and experts; memory is bounded."""
     given = operands(at)
     with torch.autocast("cpu", torch.bfloat16):
@@ -462,9 +390,4 @@ def under_options(at: Rank) -> Failure:
         failure = caught(partial(ficco.experts, **operands(at)))
     with ficco.options(workspace_bytes=1 << 20):
         ficco.experts(**operands(at))
-    return failure
-
-
-def test_autocast_and_a_cap_on_memory() -> None:
-    for failure in run(2, under_options):
-        assert failure.type == "ValueError" and "workspace_bytes" in failure.text
+    assert failure.type == "ValueError" and "workspace_bytes" in failure.text

@@ -19,8 +19,7 @@ import pytest
 import subjects
 import torch
 import torch.distributed as dist
-from disturbance import Disturbance, disturb
-from ranks import Failure, Rank, caught, leave, on_ranks, run
+from ranks import Failure, Rank, caught, leave, on_ranks
 from subjects import SUBJECTS, integers, reference
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -30,17 +29,12 @@ from ficco.nn import functional
 from ficco.ops import gradients
 from ficco.options import current
 
-OPERATORS = (
-    "all_gather_matmul",
-    "all_to_all_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_to_all",
-    "matmul_all_reduce",
-    "all_gather_transposed_matmul",
-    "all_to_all_transposed_matmul",
+AG, A2A, RS, MA2A, AR, AGT, A2AT = OPERATORS = (
+    *("all_gather_matmul", "all_to_all_matmul", "matmul_reduce_scatter", "matmul_all_to_all"),
+    *("matmul_all_reduce", "all_gather_transposed_matmul", "all_to_all_transposed_matmul"),
 )
 GATHERING = OPERATORS[:2]
-BLOCKS = ("all_to_all_matmul", "matmul_all_to_all", "all_to_all_transposed_matmul")
+BLOCKS = A2A, MA2A, A2AT
 
 
 @dataclass(frozen=True)
@@ -203,7 +197,6 @@ def noted(into: list[Any], module: Any = gradients) -> Iterator[None]:
         yield
 
 
-AG, A2A, RS, MA2A, AR, AGT, A2AT = OPERATORS
 #: What a backward calls for the gradient of a, of b, and of both: the duals, and A gathered again.
 CALLS = {
     AG: {"a": [RS], "b": [AGT], "ab": [f"gather by {AG}", RS]},
@@ -216,7 +209,8 @@ CALLS = {
 }
 
 
-def _calls(at: Rank) -> None:
+@on_ranks(3)
+def test_only_what_is_needed_is_called(at: Rank) -> None:
     for operator, needs, saves in itertools.product(CALLS, ("a", "b", "ab"), (False, True)):
         case, want = case_of(operator, at.world, 4, 6, 8, needs=needs), CALLS[operator][needs]
         with ficco.options(save_gathered=saves):
@@ -230,10 +224,11 @@ def _calls(at: Rank) -> None:
         assert calls == want, (operator, needs, saves)
 
 
-def _equal_gradients(at: Rank) -> None:
-    """As in Megatron-LM: ranks that do the same with the result, and need no peer to go back. The
-    sum over the ranks counts what all of them do W times; here it counts once."""
-    case = case_of("matmul_all_reduce", at.world, 4, 6, 8)
+@on_ranks(3)
+def test_equal_gradients_need_no_peer(at: Rank) -> None:
+    """As in Megatron-LM: ranks that do the same with the result. The sum over the ranks counts what
+    all of them do W times; here it counts once."""
+    case = case_of(AR, at.world, 4, 6, 8)
     a, b = operands(case, make(case, at.world), at)
     with ficco.options(all_reduce_gradients="equal"):
         y = product(case, a, b)
@@ -246,30 +241,39 @@ def _equal_gradients(at: Rank) -> None:
     assert not seen
 
 
-def _kept_bytes(at: Rank) -> None:
+@on_ranks(3)
+def test_only_what_is_needed_is_kept(at: Rank) -> None:
     """From forward to backward, beside the weight, which is there anyway: m k elements if what was
     gathered is kept, m k / W if it is gathered again, and nothing for a weight that needs no
-    gradient."""
+    gradient. Layers whose weights are frozen keep these alone."""
+    kept: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
     kinds = itertools.product(GATHERING, (("ab", False), ("ab", True), ("a", True)))
     for operator, (needs, saves) in kinds:
         case = case_of(operator, at.world, 8, 16, 8, needs=needs)
         a, b = operands(case, make(case, at.world), at)
-        kept: dict[int, int] = {}
+        kept.clear()
+        with hooks, ficco.options(save_gathered=saves):
+            product(case, a, b).sum().backward()
+        storages = (tensor.untyped_storage() for tensor in kept)
+        nbytes = {one.data_ptr(): one.nbytes() for one in storages}
+        nbytes.pop(b.untyped_storage().data_ptr(), None)
+        times = at.world if saves and operator == AG else 1
+        assert sum(nbytes.values()) == (a.nbytes * times if needs == "ab" else 0), (operator, saves)
+    kept.clear()
+    x, weights = torch.ones(4, 8, requires_grad=True), [torch.ones(6, 8), torch.ones(2, 8)]
+    for saves in (False, True):
+        with hooks, ficco.options(save_gathered=saves):
+            functional.gathered_linears(x, weights, [None] * 2)[0].sum().backward()
+            functional.reduced_linear(x, weights[0]).sum().backward()
+            functional.copied_linear(x, weights[0]).sum().backward()
+    assert kept and all(len(tensor) in (6, 2) for tensor in kept)
 
-        def pack(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            with ficco.options(save_gathered=saves):
-                product(case, a, b).sum().backward()
-        kept.pop(b.untyped_storage().data_ptr(), None)
-        times = at.world if saves and operator == "all_gather_matmul" else 1
-        assert sum(kept.values()) == (a.nbytes * times if needs == "ab" else 0), (operator, saves)
-
-
-def _gathered_alone(at: Rank, rows: tuple[int, ...], save: bool) -> None:
-    case = Case("all_gather_matmul", rows, 6, 8)
+@pytest.mark.parametrize("save", [False, True])
+@on_ranks(3)
+def test_gradient_through_the_gathered_a(at: Rank, save: bool) -> None:
+    case = Case(AG, rows := (4, 0, 3), 6, 8)
     a, b = operands(case, make(case, at.world), at)
     others = [integers(1, 99, rank, shape=(sum(rows), case.k)) for rank in range(at.world)]
     with ficco.options(save_gathered=save):
@@ -277,11 +281,6 @@ def _gathered_alone(at: Rank, rows: tuple[int, ...], save: bool) -> None:
     gathered.backward(others[at.rank].to(gathered))
     same(a.grad, sum(others).split(rows)[at.rank], "a")
     assert b.grad is None or not b.grad.any()
-
-
-@pytest.mark.parametrize("save", [False, True])
-def test_gradient_through_the_gathered_a(save: bool, device: str) -> None:
-    run(3, _gathered_alone, (4, 0, 3), save, device=device)
 
 
 # How gradients come in, and how they lie.
@@ -314,6 +313,7 @@ def test_gradients_of_views(at: Rank, case: Case, made: Made) -> None:
     ):
         a, b = (view.copy_(x).requires_grad_() for view, x in zip(views, plain, strict=True))
         y = product(case, a, b)
+        same(y, made.y[at.rank], "the product")
         grad_a, grad_b = torch.autograd.grad(y, (a, b), made.g[at.rank].to(y))
         same(grad_a, made.grad_a[at.rank], "a")
         same(grad_b, made.grad_b[at.rank], "b")
@@ -328,14 +328,10 @@ def test_gradients_of_views(at: Rank, case: Case, made: Made) -> None:
 # Derivatives that are not served.
 
 
-def _second_derivatives(at: Rank) -> None:
-    """They are refused, also where they come from the other operand alone; first ones are right
-    where second ones may be asked for."""
-
-    def refused(call: Callable[[], Any]) -> None:
-        failure = caught(call)
-        assert isinstance(failure, Failure) and "second derivatives" in failure.text, failure
-
+@on_ranks(2)
+def test_second_derivatives_are_refused(at: Rank) -> None:
+    """Also where they come from one operand alone: :func:`torch.autograd.grad` visits only what
+    leads to its inputs. First ones are right where second ones may be asked for."""
     cases = [case_of(operator, at.world, 4, 6, 8) for operator in OPERATORS]
     calls: list[Any] = [
         (partial(product, case), *operands(case, make(case, at.world), at)) for case in cases
@@ -347,31 +343,30 @@ def _second_derivatives(at: Rank) -> None:
         (functional.copied_linear, x, w),
     ]
     for call, a, b in calls:
-        for y in (call(a, b), call(a, b).square()):
-            first = torch.autograd.grad(y.sum(), (a, b), retain_graph=True)
-            again = torch.autograd.grad(y.sum(), (a, b), create_graph=True)
-            assert all(map(torch.equal, first, again))
-            for grad in again:
-                refused(grad.sum().backward)
-        # torch.autograd.grad visits only what leads to its inputs: here the leaf of one operand.
+        y = call(a, b).square()
+        first = torch.autograd.grad(y.sum(), (a, b), retain_graph=True)
+        again = torch.autograd.grad(y.sum(), (a, b), create_graph=True)
+        assert all(map(torch.equal, first, again))
+        refused = [caught(grad.sum().backward) for grad in again]
         for leaf, other in ((a, b), (b, a)):
             for saves in (False, True):
                 with ficco.options(save_gathered=saves):
                     y = call(2 * a, b) if leaf is a else call(a, 2 * b)
                 loss = (y * y.detach()).sum()
                 (grad,) = torch.autograd.grad(loss, other, create_graph=True)
-                refused(partial(torch.autograd.grad, (grad * leaf.sum()).sum(), leaf))
+                second = partial(torch.autograd.grad, (grad * leaf.sum()).sum(), leaf)
+                refused.append(caught(second))
             # The gradient of the one operand that needs one depends on nothing that does.
             y = call(a, b.detach()) if leaf is a else call(a.detach(), b)
             (grad,) = torch.autograd.grad(y.sum(), leaf, create_graph=True)
             assert not grad.requires_grad
-    (grad,) = torch.autograd.grad(functional.sum_gradient(x).square().sum(), x, create_graph=True)
-    refused(lambda: torch.autograd.grad(grad.sum(), x))
+        assert all("second derivatives" in one.text for one in refused), refused
 
 
-def _broken_dual(at: Rank) -> None:
+@on_ranks(2)
+def test_a_dual_call_that_raises(at: Rank) -> None:
     """What is gathered beside the dual call is waited for, although that call raises."""
-    case = case_of("all_gather_matmul", at.world, 4, 6, 8)
+    case = case_of(AG, at.world, 4, 6, 8)
     y = product(case, *operands(case, make(case, at.world), at))
     waits: list[Any] = []
     regather = gradients._regather
@@ -387,8 +382,9 @@ def _broken_dual(at: Rank) -> None:
     assert len(waits) == 1
 
 
-def _changed_operand(at: Rank) -> None:
-    case = case_of("matmul_reduce_scatter", at.world, 4, 6, 8)
+@on_ranks(2)
+def test_a_changed_operand_is_refused(at: Rank) -> None:
+    case = case_of(RS, at.world, 4, 6, 8)
     a, b = operands(case, make(case, at.world), at)
     kept = a * 1
     y = product(case, kept, b)
@@ -515,13 +511,6 @@ def test_backwards_of_two_groups_at_once(at: Rank) -> None:
     leave(*groups)
 
 
-@on_ranks(3)
-def test_jittered_backwards(at: Rank) -> None:
-    with disturb(Disturbance(delay_s=0.003, seed=3)):
-        for iteration, operator in enumerate(OPERATORS * 2):
-            exact(at, case_of(operator, at.world, 4, 6, 8), iteration)
-
-
 # Autocast.
 
 
@@ -567,25 +556,3 @@ def test_backwards_inside_autocast(at: Rank, case: Case, made: Made) -> None:
         results.append((a.grad, b.grad))
     for plain, inside in zip(*results, strict=True):
         assert torch.equal(plain, inside)
-
-
-def _frozen_layers(at: Rank) -> None:
-    x, weights = torch.ones(4, 8, requires_grad=True), [torch.ones(6, 8), torch.ones(2, 8)]
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        for save in (False, True):
-            with ficco.options(save_gathered=save):
-                functional.gathered_linears(x, weights, [None] * 2)[0].sum().backward()
-                functional.reduced_linear(x, weights[0]).sum().backward()
-                functional.copied_linear(x, weights[0]).sum().backward()
-    assert kept and all(len(tensor) in (6, 2) for tensor in kept)
-
-
-@pytest.mark.parametrize("check", [_calls, _equal_gradients, _kept_bytes, _frozen_layers])
-def test_only_what_is_needed_is_called(check: Callable[[Rank], None]) -> None:
-    run(3, check)
-
-
-@pytest.mark.parametrize("check", [_second_derivatives, _broken_dual, _changed_operand])
-def test_second_derivatives_are_refused(check: Callable[[Rank], None]) -> None:
-    run(2, check)

@@ -10,52 +10,26 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from ranks import Rank, caught, run
+from ranks import Rank, caught, on_ranks
 from torch.distributed import distributed_c10d
 
 from ficco.dma import host
-from ficco.dma.host import SEMAPHORE_STRIDE, HostMemory, semaphores
+from ficco.dma.host import HostMemory
 from ficco.errors import BackendError, RankMismatch, SignalTimeout
 
-NBYTES = 100_003  # no multiple of anything
 
-
-def share(nbytes: int = NBYTES, timeout_s: float = 20.0, purpose: str = "test") -> HostMemory:
+def share(nbytes: int = 8, timeout_s: float = 20.0, purpose: str = "test") -> HostMemory:
     return HostMemory(dist.group.WORLD, nbytes, timeout_s, purpose)
 
 
-def fill(at: Rank, turn: int) -> bytes:
-    return bytes([(at.rank * 31 + turn) % 251]) * NBYTES
-
-
-def peers_see_what_is_written(at: Rank) -> None:
-    memory = share()
-    assert len(memory.maps) == at.world and memory.nbytes == NBYTES
-    assert all(part[:NBYTES] == bytes(NBYTES) for part in memory.maps)
-    memory.barrier(10.0)
-    for turn in range(10):
-        memory.maps[at.rank][:NBYTES] = fill(at, turn)
-        memory.barrier(10.0)
-        for rank, part in enumerate(memory.maps):
-            assert part[:NBYTES] == fill(Rank(rank, at.world, at.device), turn)
-        memory.barrier(10.0)
-    # Peers write here as well.
-    memory.maps[(at.rank + 1) % at.world][at.rank] = 7
-    memory.barrier(10.0)
-    assert memory.maps[at.rank][(at.rank - 1) % at.world] == 7
-    memory.close()
-    memory.close()
-
-
-def names_in_the_store_can_be_used_again(at: Rank) -> None:
+@on_ranks(3)
+def test_names_in_the_store_can_be_used_again(at: Rank) -> None:
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
     for turn in range(10):
         memory = share(64)  # under the same names in the store as the one before
@@ -81,7 +55,8 @@ def held() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def nothing_is_left_behind(at: Rank) -> None:
+@on_ranks(2)
+def test_nothing_is_left_behind(at: Rank) -> None:
     memory = share(purpose="leak")
     assert held()[1] == at.world
     memory.close()
@@ -94,19 +69,8 @@ def nothing_is_left_behind(at: Rank) -> None:
     dist.barrier()
 
 
-def tensors_keep_the_memory(at: Rank) -> None:
-    memory = share()
-    tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in memory.maps]
-    memory.barrier(10.0)
-    memory.close()
-    del memory
-    gc.collect()
-    tensors[at.rank][:8] = at.rank + 1
-    dist.barrier()
-    assert [int(tensor[0]) for tensor in tensors] == list(range(1, at.world + 1))
-
-
-def a_rank_that_is_absent_is_named(at: Rank) -> None:
+@on_ranks(3)
+def test_a_rank_that_is_absent_is_named(at: Rank) -> None:
     for missing in ([1], [0, 2]):
         if at.rank not in missing:
             purpose, who, begin = f"nobody {missing}", f"rank {missing[0]}", time.monotonic()
@@ -128,7 +92,8 @@ def a_rank_that_is_absent_is_named(at: Rank) -> None:
     dist.barrier()
 
 
-def different_sizes_and_other_hosts_are_refused(at: Rank) -> None:
+@on_ranks(3)
+def test_different_sizes_and_other_hosts_are_refused(at: Rank) -> None:
     with pytest.raises(RankMismatch, match="(?s)ranks 0, 2: 16 bytes.*rank 1: 8 bytes"):
         share(8 if at.rank == 1 else 16, purpose="sizes")
     dist.barrier()
@@ -140,7 +105,8 @@ def different_sizes_and_other_hosts_are_refused(at: Rank) -> None:
     dist.barrier()
 
 
-def a_store_that_hangs_or_an_interrupt_does_not_hang_the_rank(at: Rank) -> None:
+@on_ranks(2)
+def test_a_store_that_hangs_or_an_interrupt_does_not_hang_the_rank(at: Rank) -> None:
     """A store hangs whose host is stopped."""
     with pytest.MonkeyPatch.context() as patch:
         store = SimpleNamespace(set=lambda *args: time.sleep(3))
@@ -159,24 +125,22 @@ def a_store_that_hangs_or_an_interrupt_does_not_hang_the_rank(at: Rank) -> None:
     dist.barrier()
 
 
-#: What ranks do, and the number of ranks.
-PROGRAMS: dict[Callable[[Rank], None], int] = {
-    peers_see_what_is_written: 3,
-    names_in_the_store_can_be_used_again: 3,
-    nothing_is_left_behind: 2,
-    tensors_keep_the_memory: 2,
-    a_rank_that_is_absent_is_named: 3,
-    different_sizes_and_other_hosts_are_refused: 3,
-    a_store_that_hangs_or_an_interrupt_does_not_hang_the_rank: 2,
+def refuse(*_: Any) -> Any:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+CODES = {
+    "nothing": "ENOENT",
+    "a file": "ESTALE",
+    "a socket": "ENXIO",
+    "a file of another user": "EACCES",
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_memory_of_ranks(program: Callable[[Rank], None]) -> None:
-    run(PROGRAMS[program], program)
-
-
-def given_up(at: Rank, says: bool, then: str) -> Any:
+@pytest.mark.parametrize("says", [True, False])
+@pytest.mark.parametrize("then", CODES)
+@on_ranks(2)
+def test_a_peer_that_gives_up_has_the_word(at: Rank, says: bool, then: str) -> None:
     """Rank 1 gives up between telling where its memory is and its being mapped. ``then`` is what
     its descriptor stands for by the time."""
     gone = at.rank == 1
@@ -193,41 +157,27 @@ def given_up(at: Rank, says: bool, then: str) -> Any:
         if says:
             raise KeyError("what the peer says")
 
-    def refuse(*_: Any) -> Any:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    try:
+    def share() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if then == "a file of another user" and not gone:
                 patch.setattr(os, "open", refuse)
-            failure = caught(lambda: Broken(dist.group.WORLD, 8, 20.0, "test", interrupt=interrupt))
-    except KeyboardInterrupt:
-        failure = None
+            Broken(dist.group.WORLD, 8, 20.0, "test", interrupt=interrupt)
+
+    if gone:
+        with pytest.raises(KeyboardInterrupt):
+            share()
         if "file" in then:
             later = [open(os.devnull) for _ in range(8)]
         elif "socket" in then:
             later = [socket.socket() for _ in range(8)]
+    else:
+        failure = caught(share)
     dist.barrier()
     for each in later:
         each.close()
-    return [failure]
-
-
-CODES = {
-    "nothing": "ENOENT",
-    "a file": "ESTALE",
-    "a socket": "ENXIO",
-    "a file of another user": "EACCES",
-}
-
-
-@pytest.mark.parametrize("says", [True, False])
-@pytest.mark.parametrize("then", CODES)
-def test_a_peer_that_gives_up_has_the_word(says: bool, then: str) -> None:
-    [failure], _ = run(2, given_up, says, then)
-    if says:
+    if not gone and says:
         assert failure.type == "KeyError", failure
-    else:
+    elif not gone:
         assert failure.type == "BackendError" and failure.fields["code"] == CODES[then], failure
         assert "rank 1 has just ended or given up" in failure.text
 
@@ -241,9 +191,6 @@ def test_a_dead_peer_is_named_to_users_who_may_not_look_at_it(
     peer = subprocess.Popen(command, stdin=subprocess.PIPE)
     if ended:  # and is not waited for
         os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
-
-    def refuse(*_: Any) -> Any:
-        raise PermissionError(errno.EACCES, "Permission denied")
 
     memory = HostMemory.__new__(HostMemory)
     memory._interrupt = lambda: None
@@ -264,21 +211,3 @@ def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(NotImplementedError, match="Linux"):
         HostMemory(ALONE, 8, 1.0, "test")
-
-
-def test_semaphores_count_and_time_out() -> None:
-    memory = HostMemory(ALONE, 2 * SEMAPHORE_STRIDE, 1.0, "test")
-    words = semaphores()
-    first = memory.address(0)
-    second = first + SEMAPHORE_STRIDE
-    words.init(first, 0)
-    words.init(second, 1)
-    assert words.try_wait(first) and not words.try_wait(second)
-    begin = time.monotonic()
-    assert not words.wait(first, 0.05)
-    assert 0.04 < time.monotonic() - begin < 1
-    words.post(first)
-    words.post(first)
-    assert words.value(first) == 2 and words.value(second) == 0
-    assert words.wait(first, 0.0) and words.wait(first, 1.0)
-    assert words.value(first) == 0

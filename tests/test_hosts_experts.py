@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -12,16 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Rank, run
+from ranks import Rank, on_ranks, run
 from subjects import SUBJECTS, Case, compare
-from test_hosts import assert_all_learn, bereaved, crossing, described, host_of
+from test_hosts import assert_all_learn, bereaved, crossing, host_of
 
 import ficco
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.proof import check
 from ficco.schedules import Schedule
 from ficco.schedules.experts import expert_plans
-from ficco.simulate import simulate
 from ficco.simulate.timeline import work
 
 SUBJECT = SUBJECTS["experts"]
@@ -75,22 +73,6 @@ def test_timelines_have_the_bytes_of_whole_batches(hosts: int) -> None:
         assert sum(sent) == (layer.world - 1) * each
 
 
-@pytest.mark.parametrize(("name", "steps"), [("serial", 1), ("shard-overlap", 8)])
-def test_a_layer_waits_for_the_wire_and_a_step_once_for_its_latency(name: str, steps: int) -> None:
-    machine, schedule = described("h100-8"), Schedule.parse(name)
-    assert machine.network is not None
-    layer = ExpertLayer("experts", 16, 4, 8, 64, 32, 64, "bfloat16", "silu", hosts=2)
-    made = expert_plans(layer, schedule)
-    late, soon = (
-        simulate(made, replace(machine, network=replace(machine.network, latency=latency))).stop_s
-        for latency in (2e-3, 1e-3)
-    )
-    assert late - soon == pytest.approx(2 * steps * 1e-3, rel=0.01)  # there and back
-    large = replace(layer, capacity=512, k=4096, h=2816, n=4096)
-    far, near = (expert_plans(one, schedule) for one in (large, replace(large, hosts=1)))
-    assert simulate(far, machine).stop_s > 1.2 * simulate(near, machine).stop_s
-
-
 # Calls.
 
 
@@ -106,20 +88,18 @@ def _case(at: Rank) -> Case:
     return case.on(facts={"capacity": None, "activation": "relu"})
 
 
-def _routed_early(at: Rank) -> None:
-    """Routings that are made long before they are used."""
+@on_ranks(4)
+def test_routings_that_are_made_before_they_are_used(at: Rank) -> None:
     case, turns = _case(at), range(9)
-    indices = [SUBJECT.constants(case, at.rank, turn) for turn in turns]
-    routings = [ficco.route(one, case.sizes[0] * at.world) for (one,) in indices]
-    for turn, routing in enumerate(routings):
-        every = [SUBJECT.make(case, rank, turn) for rank in range(at.world)]
-        operands = [one.to(torch.float32) for one in every[at.rank]]
-        (found,) = SUBJECT.call(case, operands, [routing])
-        compare(found, SUBJECT.together(case, every, turn)[at.rank][0], SUBJECT, f"turn {turn}")
-
-
-def test_routings_that_are_made_before_they_are_used() -> None:
-    run(4, over, 2, _routed_early)
+    with host_of(at, 2):
+        indices = [SUBJECT.constants(case, at.rank, turn) for turn in turns]
+        routings = [ficco.route(one, case.sizes[0] * at.world) for (one,) in indices]
+        for turn, routing in enumerate(routings):
+            every = [SUBJECT.make(case, rank, turn) for rank in range(at.world)]
+            operands = [one.to(torch.float32) for one in every[at.rank]]
+            (found,) = SUBJECT.call(case, operands, [routing])
+            wanted = SUBJECT.together(case, every, turn)[at.rank][0]
+            compare(found, wanted, SUBJECT, f"turn {turn}")
 
 
 def layered(at: Rank, group: Any) -> None:

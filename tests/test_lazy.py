@@ -7,10 +7,7 @@ import ast
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-
-from programs import Program
 
 import ficco
 
@@ -82,28 +79,3 @@ def test_names_are_loaded_on_first_use() -> None:
     command, env = [sys.executable, "-c", FIRST_USE], {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=env, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
-
-
-WITHOUT_TRITON = """
-import sys
-sys.modules["triton"] = None
-import ficco
-assert not hasattr(ficco, "tile")
-try:
-    ficco.tile
-except AttributeError as error:
-    assert "ficco.tile needs Triton" in str(error)
-try:
-    import ficco.tile
-except ImportError as error:
-    assert "ficco.tile needs Triton" in str(error)
-else:
-    raise AssertionError
-import pydoc
-assert "all_gather_matmul" in pydoc.render_doc(ficco)
-"""
-
-
-def test_without_triton_the_device_functions_are_missing_and_say_why(tmp_path: Path) -> None:
-    ended = Program(tmp_path, "lazy", WITHOUT_TRITON, (), {}).end(time.monotonic() + 240)
-    assert ended.code == 0, ended.err

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import subjects
 import torch
-import torch.distributed as dist
 from cases import compare, own_group
 from disturbance import Disturbance, disturb
 from ranks import Rank, caught, on_ranks, ranks, run, serves_tiled
@@ -125,20 +124,6 @@ def drawn(chance: random.Random, operator: str, world: int, schedule: str) -> Ca
 
 
 @on_ranks(2)
-def test_operands_with_the_negative_bit(at: Rank) -> None:
-    """Operands whose memory holds their negatives, as that of ``z.conj().imag`` does."""
-    for operator, (k, cap) in product(OPERATORS, ((6, None), (1, None), (6, 1 << 13))):
-        rows = rows_for(operator, at.world, "ragged")
-        case = Case(operator, rows, k, 96, schedule="hetero-fused-1d:pieces=2")
-        a, b = (torch._neg_view(-x) for x in operands(case, at.rank, 0, at.device))
-        assert a.is_neg() and b.is_neg()
-        with ficco.options(workspace_bytes=cap):
-            found = call(case, a, b)
-        assert not found.is_neg()
-        compare("the result", found, wanted(case, at.rank, 0, at.device), f"{case}, {cap}")
-
-
-@on_ranks(2)
 def test_sums_repeat_to_the_last_bit(at: Rank) -> None:
     """Calls on the same random operands are equal to the last bit."""
     torch.manual_seed(at.rank)
@@ -244,13 +229,16 @@ def _mixed(at: Rank, calls: int, tiled: bool) -> None:
     chance = random.Random(at.world)
     asked = [*product(SUMS, RINGS)]
     for _ in range(calls):
-        operator = chance.choice(OPERATORS)
+        operator = chance.choice((*OPERATORS, "all_gather_matmul"))
         asked.append((operator, chance.choice(schedules_of(operator, tiled))))
     chance.shuffle(asked)
     with disturb(Disturbance(delay_s=0.002, seed=at.world)):
         for iteration, (operator, schedule) in enumerate(asked):
             case = drawn(chance, operator, at.world, schedule).on(dtype="bfloat16")
-            exact(at, case, iteration)
+            # Calls with a cap, larger than any needs, take turns on one piece of memory, which
+            # ranks hand over by nothing but signals.
+            with ficco.options(workspace_bytes=None if case.n == 8 else 1 << 22):
+                exact(at, case, iteration)
 
 
 @ranks(2, 4)
@@ -273,7 +261,9 @@ def test_memory_keeps_to_its_cap(at: Rank) -> None:
         ("matmul_all_reduce", "uniform-fused-2d:pieces=3"),
         ("matmul_all_to_all", "hetero-fused-1d:pieces=2,pull"),
         ("all_to_all_matmul", "hetero-fused-1d:pieces=8"),
-        *product(INNER, ["hetero-fused-1d:pieces=8", "uniform-fused-2d:pieces=8"]),
+        *product(
+            ("all_gather_matmul", *INNER), ["hetero-fused-1d:pieces=8", "uniform-fused-2d:pieces=8"]
+        ),
     ):
         wide = (24, 320) if operator.startswith("matmul_") else (320, 24)  # what travels
         case = Case(operator, rows_for(operator, at.world, "ragged"), *wide, "bfloat16", schedule)
@@ -347,18 +337,6 @@ def test_any_cap_is_exact_or_refused(at: Rank) -> None:
             exact(at, case, 0)
         with ficco.options(workspace_bytes=required[0] - 1), pytest.raises(ValueError):
             exact(at, case, 1)
-
-
-@on_ranks(4)
-def test_several_groups_of_a_mesh(at: Rank) -> None:
-    """Data parallel times tensor parallel: every rank is in two groups, and uses them in turns."""
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = rows[at.rank // 2], columns[at.rank % 2]
-    for iteration in range(12):
-        operator = OPERATORS[iteration % len(OPERATORS)]
-        case = Case(operator, rows_for(operator, 2, "ragged"), 24, 24, schedule="growing:pieces=2")
-        exact(at, case, iteration, mine[iteration % 2])
 
 
 @on_ranks(2)

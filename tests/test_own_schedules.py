@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, call, exact, make
-from ranks import Failure, Rank, caught, leave, ranks, run
+from ranks import Rank, caught, leave, on_ranks, ranks
 
 import ficco
 from ficco.heuristics import candidates, decide
@@ -56,7 +56,9 @@ def nothing_registered() -> Iterator[None]:
 # On the ranks of the CPU engine.
 
 
-def _halves(at: Rank) -> list[Any]:
+@ranks(2, 4)
+@on_ranks()
+def test_the_schedule_of_the_page_is_exact_and_a_wrong_one_is_refused(at: Rank) -> None:
     world, group = at.world, dist.new_group(list(range(at.world)))
     small, wrong = (Case((4,) * world, k, n, schedule="two-halves") for k, n in ((6, 8), (8, 16)))
 
@@ -77,28 +79,21 @@ def _halves(at: Rank) -> list[Any]:
     ficco.all_gather_matmul(a, b, group=group, schedule="two-halves").sum().backward()
     assert a.grad is not None and (a.grad == 8 * world).all()  # by auto
     summed = {"group": group, "schedule": "two-halves"}
-    found = [caught(lambda: ficco.matmul_all_reduce(a.detach(), b, **summed))]
+    other = caught(lambda: ficco.matmul_all_reduce(a.detach(), b, **summed))
+    assert other.type == "ValueError" and "required all_gather_matmul of several" in other.text
     with ficco.options(workspace_bytes=100):
-        found.append(refused(small))
-    found.append(refused(wrong, wrong=True))
+        assert "workspace_bytes: required at least" in refused(small).text
+    failure = refused(wrong, wrong=True)
+    text = " ".join(failure.text.split())
+    assert failure.type == "ValueError", failure
+    assert text.startswith("schedule two-halves: its plans for all_gather_matmul(m=")
+    assert " are wrong: signal ready 0.0>1 is posted and never waited for" in text
+    assert world > 2 or text in " ".join(PAGE.read_text().split())
     with ficco.options(timeout_s=5):
-        found.append(refused(wrong, register=at.rank > 0))
+        alone = refused(wrong, register=at.rank > 0)
+    assert alone.type == ("RankMismatch" if at.rank else "ValueError"), alone
     forget()
     leave(group)
-    return found
-
-
-@ranks(2, 4)
-def test_the_schedule_of_the_page_is_exact_and_a_wrong_one_is_refused(world: int) -> None:
-    for rank, (other, small, wrong, alone) in enumerate(run(world, _halves)):
-        assert isinstance(small, Failure) and "workspace_bytes: required at least" in small.text
-        assert other.type == "ValueError" and "required all_gather_matmul of several" in other.text
-        assert wrong.type == "ValueError", wrong
-        text = " ".join(wrong.text.split())
-        assert text.startswith("schedule two-halves: its plans for all_gather_matmul(m=")
-        assert " are wrong: signal ready 0.0>1 is posted and never waited for" in text
-        assert world > 2 or text in " ".join(PAGE.read_text().split())
-        assert alone.type == ("ValueError" if rank == 0 else "RankMismatch"), alone
 
 
 # Anywhere.

@@ -82,18 +82,26 @@ def test_many_documents_are_few_calls() -> None:
 # By a double of the library's call.
 
 
-def _sequences(bounds: Any) -> Iterator[tuple[slice, slice]]:
-    queries, keys = (one.tolist() for one in bounds)
+def _heads(rows: torch.Tensor) -> torch.Tensor:
+    return rows.transpose(0, 1)[None]
+
+
+def _sequences(
+    operands: Any, bounds: Any, longest: Any, causal: bool, window: dict[str, int | None]
+) -> Iterator[tuple[slice, slice, Heads, Rectangle]]:
+    """Rows of queries and of keys, heads and mask of each sequence that has both."""
+    q, k, v = operands
     assert all(one.dtype == torch.int32 for one in bounds)
-    ends = zip(queries, queries[1:], keys, keys[1:], strict=False)
-    for q, q_stop, k, k_stop in ends:
-        yield slice(q, q_stop), slice(k, k_stop)
-
-
-def _band(rows: slice, keys: slice, causal: bool, window: dict[str, int | None]) -> Rectangle:
+    queries, keys = (one.tolist() for one in bounds)
     left, right = window.get("window_size_left"), window.get("window_size_right")
     band = (None, 0) if causal else (left, right)
-    return Rectangle(0, rows.stop - rows.start, 0, keys.stop - keys.start, *band)
+    ends = zip(queries, queries[1:], keys, keys[1:], strict=False)
+    for begin, end, first, last in ends:
+        if begin < end and first < last:
+            assert end - begin <= longest[0] and last - first <= longest[1]
+            rows, among = slice(begin, end), slice(first, last)
+            heads = Heads(_heads(q[rows]), _heads(k[among]), _heads(v[among]))
+            yield rows, among, heads, Rectangle(0, end - begin, 0, last - first, *band)
 
 
 class Varlen:
@@ -106,40 +114,31 @@ class Varlen:
     def forward(
         self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *rest: Any, scale: float, **window: Any
     ) -> tuple[torch.Tensor, ...]:
-        max_q, max_k, dropout, causal, _ = rest
+        *longest, dropout, causal, _ = rest
         # With one query at most, flash attention takes q to have a row for each sequence.
-        assert max_q > 1
+        assert longest[0] > 1
         assert dropout == 0 and cu_q[-1] == q.shape[0] and cu_k[-1] == k.shape[0]
         self.calls += 1
         mean = torch.full_like(q, torch.nan)
         wide = torch.promote_types(q.dtype, torch.float32)
         lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=wide)
-        for rows, keys in _sequences((cu_q, cu_k)):
-            heads = Heads(*(_heads(one) for one in (q[rows], k[keys], v[keys])))
-            if heads.q.numel() and heads.k.numel():
-                assert heads.q.shape[2] <= max_q and heads.k.shape[2] <= max_k
-                band = _band(rows, keys, causal, window)
-                found = libraries.attention(heads, band, scale)
-                mean[rows], lse[:, rows] = found[0][0].transpose(0, 1), found[1][0]
+        every = _sequences((q, k, v), (cu_q, cu_k), longest, causal, window)
+        for rows, _, heads, band in every:
+            found = libraries.attention(heads, band, scale)
+            mean[rows], lse[:, rows] = found[0][0].transpose(0, 1), found[1][0]
         return mean, lse
 
     def backward(self, grad: Any, *given: Any, scale: float, **window: Any) -> Any:
-        q, k, v, out, lse, cu_q, cu_k, *rest = given
+        q, k, v, out, lse, cu_q, cu_k, *longest, _, causal = given[:11]
         self.calls += 1
         made = [torch.full_like(one, torch.nan) for one in (q, k, v)]
-        for rows, keys in _sequences((cu_q, cu_k)):
-            heads = Heads(*(_heads(one) for one in (q[rows], k[keys], v[keys])))
-            if heads.q.numel() and heads.k.numel():
-                of = Result(_heads(out[rows]), lse[None, :, rows], _heads(grad[rows]))
-                band = _band(rows, keys, rest[3], window)
-                found = libraries.backward(heads, of, band, scale)
-                for one, gradient, where in zip(made, found, (rows, keys, keys), strict=True):
-                    one[where] = gradient[0].transpose(0, 1)
+        every = _sequences((q, k, v), (cu_q, cu_k), longest, causal, window)
+        for rows, keys, heads, band in every:
+            of = Result(_heads(out[rows]), lse[None, :, rows], _heads(grad[rows]))
+            found = libraries.backward(heads, of, band, scale)
+            for one, gradient, where in zip(made, found, (rows, keys, keys), strict=True):
+                one[where] = gradient[0].transpose(0, 1)
         return tuple(made)
-
-
-def _heads(rows: torch.Tensor) -> torch.Tensor:
-    return rows.transpose(0, 1)[None]
 
 
 @contextmanager

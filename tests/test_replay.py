@@ -51,7 +51,7 @@ from ficco.tools.bench.replay import (
     arrivals,
     proven,
 )
-from ficco.tools.bench.report import draw, report, show_best
+from ficco.tools.bench.report import report
 from ficco.tools.tune import products
 
 CPU = torch.device("cpu")
@@ -234,17 +234,13 @@ def test_time_passes_by_copies_or_else_by_writes() -> None:
         assert len(passed(courier.passage(7.5e-6, 5e-6))) == 4  # writes
         for seconds, tick in ((8.2e-6, 5e-6), (1e-3, 5e-6), (1e-3, 100e-6)):
             copies = passed(courier.passage(seconds, tick))
-            assert {way for way, _ in copies} == {"in"} and len(copies) == int(
-                (seconds - 3e-6) / tick
-            )
+            assert {way for way, _ in copies} == {"in"}
+            assert len(copies) == int((seconds - 3e-6) / tick)
             taken = sum(4e-6 + nbytes / 64e9 for _, nbytes in copies)
             assert taken == pytest.approx(seconds - 3e-6, rel=1e-3)
         long = 5e-6 + 2.5 * ROOM / 50e9
-        assert passed(courier.crossing(long + 1e-11)) == [
-            ("out", ROOM),
-            ("out", ROOM),
-            ("out", ROOM // 2),
-        ]
+        crossed = passed(courier.crossing(long + 1e-11))
+        assert crossed == [("out", ROOM), ("out", ROOM), ("out", ROOM // 2)]
 
 
 def test_a_call_has_no_more_copies_than_a_stream_holds() -> None:
@@ -296,17 +292,14 @@ def test_calls_take_turns_on_slots_that_are_handed_on() -> None:
             assert len(programs) == 2
 
 
-def _forgetful(at: Rank) -> Any:
+@ranks.on_ranks(1, fresh=True)
+def test_a_signal_that_never_comes_is_named(at: Rank) -> None:
     thread_driver.serve()
     problem, coming = problem_of("all_gather_matmul", 3), replay.arrivals
     replay.arrivals = lambda *args: [one for one in coming(*args) if one.signal.poster != 2]
     with played(0, 3) as (group, _), ficco.options(timeout_s=0.5):
         run = caller(operands_of(problem, 0), group, "shard-overlap")
-        return ranks.caught(lambda: (run(), run()))
-
-
-def test_a_signal_that_never_comes_is_named() -> None:
-    error = ranks.run(1, _forgetful, fresh=True)[0]
+        error = ranks.caught(lambda: (run(), run()))
     assert error.type == "SignalTimeout", error
     assert error.fields["peer"] == 2 and "shard-overlap" in error.text
 
@@ -413,12 +406,10 @@ def _bench(at: Rank, case: Case, mode: str, folder: str) -> list[dict[str, Any]]
     )
     rows = harness.bench(settings)
     assert rows is not None
-    show_best(rows)
     about = read_description(settings.csv)
     text = report(REPLAY.read(settings.csv), about, "rows", [])
     assert "plays rank 1 of 3" in text and "growing" in text and "its planned time is off" in text
     assert "planned time" not in report(BENCH.read(settings.csv), about, "rows", [])
-    assert draw(BENCH, BENCH.read(settings.csv), settings.csv.with_suffix(".png"), "rows")
     return records(rows)
 
 

@@ -3,23 +3,19 @@ gradients, errors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from edits import Edit, change, down, right
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Rank, caught, on_ranks
 from subjects import BY_HEADS as SCHEDULES
-from subjects import SUBJECTS, Case, exact
-from test_attention import (
-    AttentionCase,
-    Change,
-    refuted,
-)
+from test_attention import AttentionCase, first, refuted
+from test_hosts import TOPOLOGIES
 
-import ficco
 from ficco.heuristics import decide
 from ficco.heuristics.families import BY_HEADS
 from ficco.machine import find
@@ -35,150 +31,76 @@ from ficco.simulate import simulate
 KINDS = ((False, ""), (False, "heads"), (False, "shards"), (True, "heads"), (True, "shards"))
 
 
-def problem_of(case: AttentionCase, world: int, backward: bool, saves: str) -> HeadsProblem:
-    return HeadsProblem(case.problem(world), backward, saves)
-
-
 # Plans.
 
 
-@given(
-    st.integers(1, 8),
-    st.integers(1, 6),
-    st.integers(1, 12),
-    st.integers(0, 5),
-    st.integers(1, 3),
-    st.sampled_from(SCHEDULES),
-    st.sampled_from(KINDS),
-    st.sampled_from(({}, {"causal": True}, {"causal": True, "window": 3})),
-    st.booleans(),
-)
-@settings(max_examples=80, deadline=None)
-def test_plans_of_any_heads_are_proven(
-    world: int,
-    each: int,
-    shared: int,
-    rows: int,
-    batch: int,
-    schedule: str,
-    kind: tuple[bool, str],
-    mask: dict[str, Any],
-    packed: bool,
-) -> None:
-    heads = world * each
+@given(data=st.data())
+@settings(max_examples=90, deadline=None)
+def test_plans_of_any_heads_are_proven(data: st.DataObject) -> None:
+    hosts, local = data.draw(st.sampled_from((*((1, n) for n in range(1, 9)), *TOPOLOGIES)))
+    world, each, rows = hosts * local, data.draw(st.integers(1, 6)), data.draw(st.integers(0, 5))
+    heads, shared = world * each, data.draw(st.integers(1, 12))
     kv_heads = next(n for n in range(max(1, heads // shared), 0, -1) if heads % n == 0)
-    length = world * rows
-    if packed and rows:
-        mask = {**mask, "cu_seqlens": tuple(sorted({0, length // 3, length}))}
-    batch = 1 if packed else batch
+    masks = {}, {"causal": True}, {"causal": True, "window": 3}
+    mask: dict[str, Any] = data.draw(st.sampled_from(masks))
+    batch = data.draw(st.integers(1, 3))
+    if data.draw(st.booleans()):  # packed
+        batch, length = 1, world * rows
+        mask = mask | ({"cu_seqlens": tuple(sorted({0, length // 3, length}))} if rows else {})
     case = AttentionCase(rows, heads, kv_heads, 4, batch, "bfloat16", **mask)
-    problem = problem_of(case, world, *kind)
-    made = heads_plans(problem, Schedule.parse(schedule))
+    problem = HeadsProblem(case.problem(world, hosts), *data.draw(st.sampled_from(KINDS)))
+    schedule = Schedule.parse(data.draw(st.sampled_from(SCHEDULES)))
+    made = heads_plans(problem, schedule)
     check(made)
     render(made[0])
     for rank in range(world):
-        pieces = pieces_of(problem, Schedule.parse(schedule), rank)
+        pieces = pieces_of(problem, schedule, rank)
         runs = [run for piece in pieces for run in problem.alike(rank, *piece)]
         for some in (pieces, runs):  # each head once, in order
             assert [one for span in some for one in range(*span)] == list(range(each))
-        for first, last in runs:
-            begin = rank * each
-            owners = [(begin + head) // problem.shared for head in range(first, last)]
+        for begin, end in runs:
+            owners = [(rank * each + head) // problem.shared for head in range(begin, end)]
             assert len({owners.count(owner) for owner in owners}) == 1, "not one call of a library"
 
 
-def applied(**fields: Any) -> Change:
-    """Changes the second function that is applied, by functions of its fields."""
-
-    def change(step: Step) -> Step:
-        if not isinstance(one := step.work, Applied) or one.first != 2:
-            return step
-        changed = {name: to(getattr(one, name)) for name, to in fields.items()}
-        return step._replace(work=one._replace(**changed))
-
-    return change
+def applies(step: Step) -> bool:
+    return isinstance(step.work, Applied) and step.work.first == 2
 
 
-def moved(buffer: str, end: str, op: str = "copy", **by: int) -> Change:
-    """Moves an end of transfers from a buffer."""
-
-    def change(step: Step) -> Step:
-        move = step.work
-        if not isinstance(move, Transfer) or (step.op, move.src.buffer) != (op, buffer):
-            return step
-        (region,) = first(**by)([getattr(move, end)])
-        return step._replace(work=move._replace(**{end: region}))
-
-    return change
+def move_of(buffer: str, op: str) -> Callable[[Step], bool]:
+    """The move of an operation from a buffer."""
+    return lambda step: (
+        step.op == op and isinstance(step.work, Transfer) and step.work.src.buffer == buffer
+    )
 
 
-def first(**by: int) -> Any:
-    """Moves the first of some regions."""
-
-    def change(regions: Any) -> Any:
-        one = regions[0]
-        moved = {name: getattr(one, name) + n for name, n in by.items()}
-        return (one._replace(**moved), *regions[1:])
-
-    return change
-
-
-def without(field: str, label: str) -> Change:
-    """Empties a field of steps with a label."""
-    return lambda step: step._replace(**{field: ()}) if label in step.label else step
-
-
-UP = {"row": 1, "row_stop": 1}
-DOWN = {"row": -1, "row_stop": -1}
-COLS = {"col": -64, "col_stop": -64}  # what a rank has of a head: 4 positions of 16 elements
 CALL, GRADIENT, KEEPS = (False, ""), (True, "heads"), (False, "heads")
 
 
+#: What a rank has of a head: 4 positions of 16 elements.
+HEAD = 4 * 16
+
+
 @pytest.mark.parametrize(
-    ("kind", "change", "message"),
+    ("kind", "edit", "words"),
     [
         # The function.
-        (CALL, applied(inputs=first(**DOWN)), "reads another piece"),
-        (CALL, applied(inputs=first(row=-1)), "regions that do not fit"),
-        (CALL, applied(inputs=first(col_stop=-1)), "regions that do not fit"),
-        (CALL, applied(inputs=first(rank=1)), "at a peer"),
-        (CALL, applied(inputs=lambda regions: regions[:2]), "not asked for"),
-        (CALL, applied(inputs=lambda r: (r[0], r[2], r[1])), "wrong buffers"),
-        (CALL, applied(function=lambda _: "softmax"), "not asked for"),
-        (CALL, applied(outs=first(**DOWN)), "other rows than it says"),
-        (CALL, applied(first=lambda _: 1), "regions that do not fit"),
-        (
-            CALL,
-            lambda s: s._replace(waits=s.waits[:1]) if s.op == "apply" else s,
-            "never waited for",
-        ),
-        # What travels there.
-        (CALL, moved("q", "src", **UP), "another block|another piece|out copied rows"),
-        (CALL, moved("q", "dst", **UP), "another piece|nobody has written|out copied rows"),
-        (CALL, moved("q", "dst", **COLS), "another piece|nobody has written"),
-        (CALL, moved("k", "dst", rank=-2), "another block|another piece|nobody|may still"),
-        (CALL, moved("v", "src", col=1), "different sizes"),
-        (CALL, without("posts", "q>"), "never posted"),
-        (CALL, without("waits", "acquire"), "never waited for"),
+        (CALL, change(applies, inputs=first(row=lambda row: row - 1)), "regions that do not fit"),
+        (CALL, change(applies, inputs=first(rank=0)), "at a peer"),
+        (CALL, change(applies, inputs=lambda regions: regions[:2]), "not asked for"),
+        (CALL, change(applies, inputs=lambda r: (r[0], r[2], r[1])), "wrong buffers"),
+        (CALL, change(applies, function="softmax"), "not asked for"),
+        (CALL, change(applies, outs=lambda r: (down(-1)(r[0]), *r[1:])), "other rows than it says"),
         # What travels back.
-        (CALL, moved("out heads", "src", **COLS), "puts rows|another piece|other|leaves"),
-        (CALL, moved("out heads", "src", "place", **COLS), "puts rows where others belong"),
-        (CALL, moved("out heads", "dst", **UP), "another piece|out copied rows|nobody"),
-        (CALL, moved("returned out", "dst", "place", **UP), "twice|elements|another piece|nobody"),
-        (CALL, without("after", "out heads>"), "may read before it is written"),
-        (CALL, without("waits", "returned"), "never waited for"),
+        (CALL, change(move_of("out heads", "place"), src=right(-HEAD)), "puts rows where others"),
         # Gradients, and what is kept for them.
-        (GRADIENT, moved("grad", "dst", **UP), "another piece|nobody|gates"),
-        (GRADIENT, moved("dk heads", "src", **UP), "another block|another piece|may read"),
-        (GRADIENT, applied(outs=first(**DOWN)), "other rows than it says"),
-        (GRADIENT, without("after", "dv heads>"), "may read"),
-        (KEEPS, moved("k heads", "dst", "place", **UP), "elements of kept k are written"),
-        (KEEPS, without("after", "kept"), "may read before"),
+        (GRADIENT, change(move_of("grad", "copy"), dst=down(1)), "another piece|nobody|gates"),
+        (KEEPS, change(move_of("k heads", "place"), dst=down(1)), "elements of kept k are written"),
     ],
 )
-def test_wrong_plans_are_found(kind: tuple[bool, str], change: Change, message: str) -> None:
-    problem = problem_of(AttentionCase(4, 12, 6, dtype="bfloat16"), 3, *kind)
-    refuted(heads_plans(problem, Schedule.parse("uniform-fused-1d:pieces=2")), change, message, 0)
+def test_wrong_plans_are_found(kind: tuple[bool, str], edit: Edit, words: str) -> None:
+    problem = HeadsProblem(AttentionCase(4, 12, 6, dtype="bfloat16").problem(3), *kind)
+    refuted(heads_plans(problem, Schedule.parse("uniform-fused-1d:pieces=2")), edit, words)
 
 
 def test_choice() -> None:
@@ -215,17 +137,3 @@ def test_heads_laid_out_as_they_travel_are_not_copied() -> None:
     for one in (plain, several, part, beside, sparse):
         copied = _by_heads(one).data_ptr() != one.data_ptr()
         assert copied == (one is beside or one is sparse)
-
-
-@on_ranks(3)
-def test_memory_is_capped(at: Rank) -> None:
-    """Caps that calls keep to, and one that is refused."""
-    subject, facts = SUBJECTS["ulysses_attention"], {"causal": True, "scale": 0.5}
-    case = Case((16,) * at.world, (16, 3, 6, 3, 16), facts=facts, needs=(True,) * 3)
-    with ficco.options(workspace_bytes=180_000):
-        for turn, schedule in enumerate((*SCHEDULES, "auto")):
-            exact(at, subject, case.on(schedule=schedule), turn, saves=turn % 2 > 0)
-    with ficco.options(workspace_bytes=6_000):
-        failure = caught(lambda: exact(at, subject, case, 1))
-    assert failure.type == "ValueError", failure
-    assert "workspace_bytes: required at least" in failure.text

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, run
+from ranks import Rank, on_ranks, run
 
 import ficco
 from ficco.runtime.workspace import workspaces
@@ -99,8 +99,10 @@ def test_a_warm_call_costs_no_more_than_its_limits(operator: str) -> None:
     assert not above, f"{operator}: {least}, limit {limit}\n{table}"
 
 
-def _arguments_that_differ(at: Rank, schedule: str) -> list[bool]:
-    """Whether calls are right whose shards have one shape, but not one layout in memory."""
+@pytest.mark.parametrize("schedule", ["serial:collective", "growing"])
+@on_ranks(2)
+def test_a_repeated_call_reads_its_own_operands(at: Rank, schedule: str) -> None:
+    """Shards have one shape, but not one layout in memory."""
     weight = torch.arange(24.0).reshape(4, 6)
 
     def plain(rank: int) -> torch.Tensor:
@@ -115,36 +117,25 @@ def _arguments_that_differ(at: Rank, schedule: str) -> list[bool]:
     def batched(rank: int) -> torch.Tensor:
         return plain(rank).view(2, 4, 4)
 
-    right = []
-    for shard in (plain, plain, plain, negative, plain, strided, strided, batched, batched, plain):
+    shards = plain, plain, plain, negative, plain, strided, strided, batched, batched, plain
+    for turn, shard in enumerate(shards):
         whole = torch.cat([shard(rank).clone().reshape(8, 4) for rank in range(at.world)])
-        a, b = shard(at.rank), weight if len(right) < 8 else weight.t().clone().t()
+        a, b = shard(at.rank), weight if turn < 4 else weight.t().clone().t()
         out, gathered = ficco.all_gather_matmul(a, b, schedule=schedule, return_gathered=True)
-        right.append(torch.equal(out, whole @ b) and torch.equal(gathered, whole))
-        right.append(torch.equal(ficco.all_gather_matmul(a, b, schedule=schedule), whole @ b))
-    return right
+        assert torch.equal(out, whole @ b) and torch.equal(gathered, whole), turn
+        assert torch.equal(ficco.all_gather_matmul(a, b, schedule=schedule), whole @ b), turn
 
 
-@pytest.mark.parametrize("schedule", ["serial:collective", "growing"])
-def test_a_repeated_call_reads_its_own_operands(schedule: str) -> None:
-    assert run(2, _arguments_that_differ, schedule) == [[True] * 20] * 2
-
-
-def _options_that_differ(at: Rank) -> list[float]:
-    a, b, seconds = torch.ones(8, 4), torch.ones(4, 6), []
-    (workspace,) = workspaces(dist.group.WORLD)
-    for limit in (None, 77.0, 77.0, 55.0, None):
-        with ficco.options(timeout_s=limit):
-            for _ in range(2):
-                ficco.all_gather_matmul(a, b, schedule="serial:collective")
-                seconds.append(workspace.engine.timeout_s)
-    return seconds
-
-
-def _symmetric_memory(at: Rank) -> list[bool]:
+@on_ranks(2)
+def test_a_repeated_call_has_its_own_options_and_memory(at: Rank) -> None:
     """A shard in symmetric memory is read in place, though others of its shape were copied."""
     a, b = torch.ones(8, 4), torch.ones(4, 6)
-    right = []
+    for limit in (None, 77.0, 77.0, 55.0, None):
+        for _ in range(2):
+            with ficco.options(timeout_s=limit):
+                ficco.all_gather_matmul(a, b, schedule="serial:collective")
+            (workspace,) = workspaces(dist.group.WORLD)
+            assert limit in (None, workspace.engine.timeout_s)
     for _ in range(3):
         ficco.all_gather_matmul(a, b, schedule="growing:pull")
     shard = ficco.empty((8, 4), dtype=a.dtype)
@@ -153,14 +144,6 @@ def _symmetric_memory(at: Rank) -> list[bool]:
         at.barrier()
         out = ficco.all_gather_matmul(shard, b, schedule="growing:pull")
         expected = torch.cat([torch.full((8, 6), 4.0 * (turn + peer)) for peer in range(at.world)])
-        right.append(torch.equal(out, expected))
+        assert torch.equal(out, expected)
         at.barrier()
     ficco.close()
-    return right
-
-
-def test_a_repeated_call_has_its_own_options_and_memory() -> None:
-    run(2, costs, "all_gather_matmul")
-    limits = [77.0] * 4 + [55.0] * 2
-    assert [seconds[2:8] for seconds in run(2, _options_that_differ)] == [limits] * 2
-    assert run(2, _symmetric_memory) == [[True] * 3] * 2

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, equal, exact
-from ranks import Failure, Rank, caught, leave, run
+from ranks import Rank, caught, leave, on_ranks, run
 from test_faults import everyone
 
 import ficco
@@ -185,10 +185,8 @@ def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
     assert set(map(id, slot.programs.values())) == set(map(id, left))
     assert len(graphs.programs) == 1
     assert list(workspace.repeated) == ["newer"], "a kind without memory could be called"
-    workspace.remember("other strides", made["newer"], Options())
-    workspace.remember("others", made["newer"], Options())
-    workspace.remember("many strides", made["newer"], Options())
-    workspace.remember("too many", made["newer"], Options())
+    for strides in ("other strides", "others", "many strides", "too many"):
+        workspace.remember(strides, made["newer"], Options())
     assert list(workspace.repeated) == ["too many"]
 
 
@@ -213,7 +211,9 @@ def _in_child(fn: Any) -> Any:
     return pickle.loads(answer) if answer else "no answer"
 
 
-def _forked(at: Rank, schedule: str) -> Any:
+@pytest.mark.parametrize("schedule", ["growing", "serial:collective"])
+@on_ranks(2)
+def test_a_forked_process_leaves_the_group_to_its_parent(at: Rank, schedule: str) -> None:
     case = Case((4,) * at.world, 8, 8, schedule=schedule)
     group = everyone(at, case)
     held = ficco.memory(group)
@@ -224,48 +224,34 @@ def _forked(at: Rank, schedule: str) -> Any:
             memory = caught(lambda: ficco.empty((4, 4), group=group))
         ficco.synchronize()
         ficco.close()
-        again = caught(lambda: exact(at, case, 1, group))
-        return call, memory, again, ficco.memory()
+        return [call, memory, caught(lambda: exact(at, case, 1, group))], ficco.memory()
 
-    idle = _in_child(lambda: sum(range(10)))  # as a worker that loads data
-    found = _in_child(in_child)
+    assert _in_child(lambda: sum(range(10))) == 45  # as a worker that loads data
+    failures, left = _in_child(in_child)
     for iteration in range(3):  # the parent's ranks are in step, its memory is whole
         exact(at, case, iteration, group)
-    assert ficco.memory(group) >= held
+    assert ficco.memory(group) >= held and left == 0
     leave(group)
-    return idle, found
+    for failure in failures:
+        assert failure.type == "FiccoError" and "forked after ficco was used" in failure.text
 
 
-@pytest.mark.parametrize("schedule", ["growing", "serial:collective"])
-def test_a_forked_process_leaves_the_group_to_its_parent(schedule: str) -> None:
-    for idle, (*failures, held) in run(2, _forked, schedule):
-        assert idle == 45 and held == 0
-        for failure in failures:
-            assert failure.type == "FiccoError" and "forked after ficco was used" in failure.text
-
-
-def _forked_in_a_first_call(at: Rank) -> Any:
-    group = everyone(at)
-    case = equal(at.world, 4, 8, 8)
+@on_ranks(2)
+def test_a_process_forked_during_a_first_call_is_not_taken_for_its_parent(at: Rank) -> None:
+    group, case = everyone(at), equal(at.world, 4, 8, 8)
     if at.rank:
         time.sleep(0.6)
         exact(at, case, 0, group)
-        found = None
     else:
         waiting = threading.Thread(target=exact, args=(at, case, 0, group))
         waiting.start()
         time.sleep(0.2)
         with ficco.options(timeout_s=2):
-            found = _in_child(lambda: exact(at, case, 0, group))
+            failure = _in_child(lambda: exact(at, case, 0, group))
         waiting.join()
+        assert failure.type == "FiccoError" and "forked after ficco was used" in failure.text
     exact(at, case, 1, group)
     leave(group)
-    return found
-
-
-def test_a_process_forked_during_a_first_call_is_not_taken_for_its_parent() -> None:
-    failure, _ = run(2, _forked_in_a_first_call)
-    assert failure.type == "FiccoError" and "forked after ficco was used" in failure.text
 
 
 def _many_kinds(at: Rank, rounds: int) -> list[int]:
@@ -291,7 +277,9 @@ def test_ranks_may_remember_other_kinds_of_calls() -> None:
     assert found[0][0] <= 4 and found[1][0] <= 7 < found[2][0]
 
 
-def _no_memory(at: Rank, victims: tuple[int, ...]) -> dict[str, Any]:
+@pytest.mark.parametrize("victims", [(2,), (0, 1, 2)])
+@on_ranks(3)
+def test_a_rank_that_gets_no_memory_is_named(at: Rank, victims: tuple[int, ...]) -> None:
     """ficco.empty where some ranks get none; then once more, after closing if ranks differed."""
     case = Case((4,) * at.world, 8, 8)
     group = everyone(at, case)
@@ -306,71 +294,51 @@ def _no_memory(at: Rank, victims: tuple[int, ...]) -> dict[str, Any]:
             patch.setattr(workspace.engine, "symmetric", none)
         begin = time.monotonic()
         first = caught(lambda: ficco.empty((4, 4), dtype=torch.float32, group=group))
-        took = time.monotonic() - begin
+        assert time.monotonic() - begin < 5.0
+    assert first.type == ("MemoryError" if at.rank in victims else "RankMismatch"), first
+    assert "no 64 bytes" in first.text
     if len(victims) < at.world:
         at.barrier()
         ficco.close(group)
         at.barrier()
-    made = ficco.empty((4, 4), dtype=torch.float32, group=group)
+    assert ficco.empty((4, 4), dtype=torch.float32, group=group).shape == (4, 4)
     exact(at, case, 1, group)
     leave(group)
-    return {"first": first, "took": took, "shape": tuple(made.shape)}
 
 
-@pytest.mark.parametrize("victims", [(2,), (0, 1, 2)])
-def test_a_rank_that_gets_no_memory_is_named(victims: tuple[int, ...]) -> None:
-    for rank, found in enumerate(run(3, _no_memory, victims)):
-        first = found["first"]
-        assert isinstance(first, Failure) and found["took"] < 5.0
-        assert first.type == ("MemoryError" if rank in victims else "RankMismatch"), first
-        assert "no 64 bytes" in first.text and found["shape"] == (4, 4)
-
-
-def _other_order(at: Rank) -> Any:
+@on_ranks(2)
+def test_ranks_that_ask_for_memory_in_another_order_or_shape_are_told(at: Rank) -> None:
     """One rank asks for memory where the others multiply, or for memory of another shape, or first
     and alone."""
-    found, a = [], torch.ones(4, 4)
+    a = torch.ones(4, 4)
     asked = {
         "memory": lambda group: ficco.empty((4, 4), group=group),
         "other": lambda group: ficco.empty((8, 2), group=group),
         "product": lambda group: ficco.all_gather_matmul(a, a, group=group),
         "nothing": lambda group: None,
     }
-    for names, timeout_s in (
-        (("product", "memory"), 20),
-        (("memory", "other"), 20),
-        (("memory", "nothing"), 1),
+    for names, timeout_s, kind, words in (
+        (("product", "memory"), 20, "RankMismatch", ("all_gather_matmul", "empty(shape=(4, 4)")),
+        (("memory", "other"), 20, "RankMismatch", ("empty(shape=(4, 4)", "empty(shape=(8, 2)")),
+        (("memory", "nothing"), 1, "SignalTimeout", ("empty: rank 0 waited 1.0 s",)),
     ):
         group = everyone(at)
         with ficco.options(timeout_s=timeout_s):
-            found.append(caught(partial(asked[names[at.rank]], group)))
+            told = caught(partial(asked[names[at.rank]], group))
         at.barrier()
         leave(group)
-    return found
+        if names[at.rank] != "nothing":
+            assert told.type == kind and all(word in told.text for word in words), told
 
 
-def test_ranks_that_ask_for_memory_in_another_order_or_shape_are_told() -> None:
-    (*told, alone), (*also_told, nothing) = run(2, _other_order)
-    for first, second in (told, also_told):
-        assert first.type == second.type == "RankMismatch"
-        assert "all_gather_matmul" in first.text and "empty(shape=(4, 4)" in first.text
-        assert "empty(shape=(8, 2)" in second.text
-    assert alone.type == "SignalTimeout" and nothing is None
-    assert alone.text.startswith("empty: rank 0 waited 1.0 s")
-
-
-def _default_device(at: Rank) -> list[Any]:
-    """Of groups with and without NCCL: where it is, a GPU is asked for, and refused here."""
-    found = []
+@on_ranks(2)
+def test_memory_is_on_the_gpu_of_a_group_with_nccl(at: Rank) -> None:
+    """Where it is, a GPU is asked for, and refused here."""
     for config in ("cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo", "cpu:gloo,cuda:gloo"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "get_backend_config", lambda group, config=config: config)
-            found.append(caught(lambda: ficco.empty((2,)).device.type))
-    return found
-
-
-def test_memory_is_on_the_gpu_of_a_group_with_nccl() -> None:
-    for nccl, both, gloo, both_gloo in run(2, _default_device):
-        for failure in (nccl, both):
-            assert "got cuda" in failure.text and "none is seen" in failure.text, failure
-        assert gloo == both_gloo == "cpu"
+            found = caught(lambda: ficco.empty((2,)).device.type)
+        if "nccl" in config:
+            assert "got cuda" in found.text and "none is seen" in found.text, found
+        else:
+            assert found == "cpu"
