@@ -20,7 +20,7 @@ import torch
 from ficco.compute.products import library
 from ficco.compute.program import Op
 from ficco.compute.tiled.products import TiledProducts
-from ficco.dma.engine import Engine
+from ficco.dma.engine import ALLOCATORS, Engine
 from ficco.hip_kernels.launch import MAX_SIGNALS, Kernels, Numbers, Script, ScriptStep, Signals
 from ficco.problems.products import Problem
 
@@ -563,6 +563,14 @@ class StreamEngine(Engine):
     graveyard: Any  #: memory that is freed once all peers have unmapped it
     watched: int  #: address of the pinned words that watched calls write
     means: Mechanisms  #: mechanisms agreed on with the other ranks
+
+    def allocate(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        if torch._C._cuda_getDevice() != self.device.index:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+        tensor: torch.Tensor = ALLOCATORS._empty_strided_cuda(shape, strides, dtype)
+        return tensor
 
     @abstractmethod
     def settle(self, stream: Any) -> None:

@@ -43,7 +43,7 @@ from ficco.dma.driver import (
     Stream,
     drained,
 )
-from ficco.dma.engine import ALLOCATORS, Capabilities, Span
+from ficco.dma.engine import Capabilities, Span
 from ficco.dma.gpu_network import network_of
 from ficco.dma.host import Hosts
 from ficco.dma.lane_ops import (
@@ -167,14 +167,6 @@ class GpuEngine(WatchedEngine):
         self._serial += 1
         with self.driver.aside():
             return self._allocate(nbytes, self._serial)
-
-    def allocate(
-        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        if torch._C._cuda_getDevice() != self.device.index:
-            return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
-        tensor: torch.Tensor = ALLOCATORS._empty_strided_cuda(shape, strides, dtype)
-        return tensor
 
     def slot_bytes(self, words: int, nbytes: int) -> int:
         return self._data(words) + nbytes

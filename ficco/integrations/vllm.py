@@ -56,10 +56,10 @@ def fewest_rows(world: int, n: int, k: int, dtype: torch.dtype) -> int:
     from ficco.api import explain
     from ficco.heuristics.candidates import is_serial
 
-    fewest, rows, sizes = 0, MOST_ROWS, {"n": n, "k": k}
+    fewest, rows = 0, MOST_ROWS
     while rows:
         decision = explain(
-            "matmul_all_reduce", world=world, dtype=dtype, captured=True, m=rows, **sizes
+            "matmul_all_reduce", world=world, dtype=dtype, captured=True, m=rows, n=n, k=k
         )
         if is_serial(decision.schedule) or decision.schedule.sums_in_place:
             break

@@ -22,22 +22,22 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3490, 1835),
-    "dma": (7410, 4150),
+    "compute": (3495, 1840),
+    "dma": (7430, 4160),
     "heuristics": (1615, 725),
-    "hip_kernels": (1295, 625),
-    "integrations": (920, 465),
+    "hip_kernels": (1310, 630),
+    "integrations": (985, 500),
     "machine": (1460, 640),
     "nn": (2180, 1040),
-    "ops": (5980, 2780),
+    "ops": (5985, 2780),
     "passes": (1960, 1165),
     "plan": (1110, 540),
-    "problems": (2430, 1095),
-    "proof": (1790, 1240),
+    "problems": (2435, 1095),
+    "proof": (1795, 1245),
     "runtime": (1990, 1130),
-    "schedules": (4840, 2845),
+    "schedules": (4705, 2760),
     "simulate": (1260, 820),
-    "tools": (14480, 7725),
+    "tools": (14520, 7745),
     "__init__.py": (195, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
@@ -64,7 +64,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 43_955
+LINES_OF_TESTS = 40_945
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Identifiers that name a capability.
