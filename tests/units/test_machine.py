@@ -189,7 +189,6 @@ BANDWIDTH = "topology.bandwidth"
     ("text", "key", "expected"),
     [
         (without("ranks: 2"), "ranks", "is missing; required a number of at least 1"),
-        (without("bandwidth: 64 GB/s"), BANDWIDTH, "is missing; required a quantity"),
         (without("kind: mesh"), "topology.kind", "is missing; required one of mesh, switch"),
         (instead("engines:", "motors:"), "copies.motors", "is unknown; known here are engines,"),
         *(
@@ -197,10 +196,8 @@ BANDWIDTH = "topology.bandwidth"
             for value, expected in (
                 ("0", "a number of at least 1, got 0"),
                 ("1.5", "a whole number, got 1.5"),
-                ("two", "a number, got 'two'"),
                 ("true", "a number, got True"),
                 (".nan", "a number of at least 1, got nan"),
-                ("[2]", "a number, got [2]"),
                 ("", "a number, got None"),
             )
         ),
@@ -231,16 +228,12 @@ BANDWIDTH = "topology.bandwidth"
         (HEAD + "all_gather:\n  curve: []\n...", "all_gather.curve", "a list of points [B, s]"),
         (HEAD + CROSSED, "thresholds", "required high of at least low"),
         (HEAD + "topology: 5\n...", "topology", "required the keys of a topology, got 5"),
-        ("- a\n...", "file", "required the keys of a machine, got ['a']"),
-        ("a: b: c\n...", "line 1", "required YAML: "),
         ("a: [1\n...", "line 2", "required YAML: "),
         ("a: \0\n...", "file", "required YAML: "),
         ("a: !!python/object:os.system {}\n...", "line 1", "required YAML: "),
         ("[" * 100 + "\n...", "file", "required YAML: nested more than 20 deep"),
-        ("- " * 100 + "\n...", "file", "required YAML: nested more than 20 deep"),
         (TEXT.replace("ranks: 2", "ranks: 2\nranks: 2"), "line 4", "'ranks' is given twice"),
         ("", "file", "ends early: required the line '...' at its end"),
-        ("a: 1\n", "file", "ends early: required the line '...' at its end"),
         ("a: [1\n", "line 2", "it also ends early: required the line '...'"),
         (TEXT + TEXT, "line", "required YAML: "),
     ],
@@ -256,23 +249,17 @@ def test_a_damaged_file_says_where(text: str, key: str, expected: str, tmp_path:
     assert str(caught.value).startswith(f"{path}: {caught.value.key}: ")
 
 
-def test_a_file_that_is_nested_too_deep_or_cut_short_anywhere() -> None:
+def test_a_file_that_is_nested_too_deep_or_cut_short_or_cannot_be_read(tmp_path: Path) -> None:
     for opening in ("[", "- "):  # PyYAML 6.0.4 has a limit of its own, and its own words for it
         with pytest.raises(ConfigError, match="required YAML: .*nest"):
             loads(opening * 100000 + "\n...")
     for end in range(0, len(TEXT) - 2, 7):
         with pytest.raises(ConfigError):
             loads(TEXT[:end])
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="file: cannot be read: No such file"):
-        load(tmp_path / "none.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n...")
-    with pytest.raises(ConfigError, match="file: required text in UTF-8"):
-        load(tmp_path / "latin.yaml")
-    with pytest.raises(ConfigError, match="file: cannot be read"):
-        load(tmp_path)
+    for name, said in (("none", "cannot be read: No such"), ("latin", "required text in UTF-8")):
+        with pytest.raises(ConfigError, match=f"file: {said}"):
+            load(tmp_path / f"{name}.yaml")
 
 
 def test_what_a_file_may_hold() -> None:
@@ -457,46 +444,6 @@ WAVES = Gemm(
 )  # fmt: skip
 
 
-def test_waves_the_parts_of_a_tile_and_memory_limits() -> None:
-    # A tile takes 2 * 10 * 10 * k / 250 seconds.
-    for m, n, batch, waves, filled in (
-        (10, 10, 1, 1, 0.25), (20, 20, 1, 1, 1.0), (21, 20, 1, 2, 1.5), (40, 40, 1, 4, 4.0),
-        (1, 1, 1, 1, 0.25), (10, 10, 5, 2, 1.25),
-    ):  # fmt: skip
-        assert WAVES.seconds(m, n, 5, batch=batch) == pytest.approx(1.0 + waves * 4.0)
-        assert WAVES.times(m, n, 5, batch=batch)[1] == pytest.approx(filled * 4.0)
-    gemm = replace(WAVES, prologue=0.5, step=64.0, write=400.0)
-    # 0.5 + 5 terms of 1 second + 4 s of operations + 10 * 10 elements at 100 bytes per second; a
-    # wide result is read and written, 4 bytes each.
-    for how, writes in (({}, 2.0), ({"itemsize": 4}, 4.0), ({"wide": True}, 8.0)):
-        assert gemm.seconds(10, 10, 5, **how) == pytest.approx(1.0 + 0.5 + 5.0 + 4.0 + writes)
-    assert gemm.seconds(10, 10, 5, itemsize=4, wide=True) == gemm.seconds(10, 10, 5, wide=True)
-    gemm = replace(WAVES, peak=1e30, bandwidth=100.0)
-    # (10 * 5 + 5 * 10 + 10 * 10) * 2 bytes; a batch shares its right operand.
-    for how, nbytes in (
-        ({}, 400), ({"batch": 3}, (3 * 50 + 50 + 3 * 100) * 2), ({"wide": True}, 200 + 100 * 8)
-    ):  # fmt: skip
-        assert gemm.seconds(10, 10, 5, **how) == pytest.approx(1.0 + nbytes / 100)
-    both = replace(WAVES, bandwidth=100.0).seconds(10, 10, 5)  # 4 s and 4 s
-    assert both == pytest.approx(1.0 + 4.0 * 2 ** (1 / 3))
-    # A product that adds itself reads what it adds to.
-    adds, whole = (gemm.seconds(10, 10, 5, adds=adds) for adds in (True, False))
-    assert adds - whole == pytest.approx(10 * 10 * 2 / 100)
-
-
-def test_the_best_tiles_and_splits_are_taken() -> None:
-    # 30 rows: three tiles of 10 in a wave of 4 s, or one of 30, of 12 s.
-    gemm = replace(WAVES, tile_rows=(10, 30))
-    assert gemm.seconds(30, 10, 5) == pytest.approx(1.0 + 4.0)
-    # 120 rows: three waves of the small, or one of the large; a prologue prefers the large.
-    assert replace(gemm, prologue=1.0).seconds(120, 10, 5) == pytest.approx(1.0 + 13.0)
-    # k is split while processors are idle. One tile: 4 seconds; in four parts 1 second, and 1 to
-    # join them. Two tiles have two processors each, three have one.
-    gemm = replace(WAVES, splits=(1, 2, 4), join=1.0)
-    for rows, seconds in ((10, 1.0 + 1.0), (20, 2.0 + 1.0), (30, 4.0)):
-        assert gemm.seconds(rows, 10, 5) == pytest.approx(1.0 + seconds)
-
-
 def test_other_dtypes_nothing_to_do_and_a_power_limit() -> None:
     gemm = replace(WAVES, shares=((2.0, 1.0), (4.0, 0.5), (8.0, 0.25)))
     assert gemm.seconds(20, 20, 5, itemsize=4) == pytest.approx(1.0 + 8.0)
@@ -564,42 +511,12 @@ def test_a_fit_finds_the_machine_that_made_the_samples_whatever_outliers_say() -
     assert dict(found.shares)[4.0] == pytest.approx(0.1, rel=0.05)
 
 
-def test_a_fit_of_few_samples_leaves_waves_out() -> None:
-    for count in (1, 2, 3):
-        few = sampled(H200, GRID[-count:])
-        assert errors(fit(few, units=132, peak=H200.peak), few).worst < 0.1
-    truth = replace(
-        WAVES, peak=1e11, units=1, efficiency=0.9, start=2e-5, bandwidth=1e10,
-        tile_rows=(1,), tile_cols=(1,), shares=((4.0, 1.0),),
-    )  # fmt: skip
-    sizes = [(m, n, k) for m in (8, 64, 512) for n in (16, 128) for k in (32, 256, 1024)]
-    samples = sampled(truth, sizes, itemsize=4)
-    assert len(samples) < 20
-    found = fit(samples)
-    assert (found.tile_rows, found.tile_cols, found.splits) == ((1,), (1,), (1,))
-    assert errors(found, samples).worst < 0.02
-    assert found.peak * found.efficiency == pytest.approx(9e10, rel=0.05)
-    assert found.start == pytest.approx(2e-5, rel=0.05)
-
-
 def test_a_fit_keeps_what_samples_do_not_tell() -> None:
     truth = replace(H200, shares=((2.0, 1.0), (4.0, 0.1), (8.0, 0.05)), burst=2e-3, sustained=0.8)
     found = fit(sampled(truth, GRID), units=132, known=truth)
     assert (found.shares, found.burst, found.sustained) == (truth.shares, 2e-3, 0.8)
     found = fit(sampled(truth, GRID, itemsize=4), units=132, known=truth)
     assert found.shares == ((4.0, 1.0), (8.0, pytest.approx(0.5)))
-
-
-def test_the_errors_of_a_model_on_its_own_times_are_none() -> None:
-    truth = replace(H200, shares=((2.0, 1.0), (4.0, 0.1)))
-    for itemsize in (1, 2, 3, 4, 8):  # also of a dtype that its shares do not name
-        assert errors(truth, sampled(truth, GRID, itemsize=itemsize)).worst < 1e-9
-    # Of few rows for each of many matrices, memory is all that counts.
-    few = sampled(H200, [(16, n, k) for _, n, k in GRID[:9]], batch=9, rights=9)
-    assert errors(H200, few).worst < 1e-9
-    found = fit(few, peak=H200.peak)
-    assert found.bandwidth == pytest.approx(H200.bandwidth, rel=0.1)
-    assert loads(dumps(replace(SMALL, gemm=found))).gemm == found
 
 
 def test_a_fit_of_nonsense_is_refused() -> None:

@@ -17,9 +17,7 @@ from ficco.heuristics import (
     problem_of_sizes,
     rule,
 )
-from ficco.heuristics.candidates import is_serial, on_mesh
-from ficco.heuristics.decide import held_bytes
-from ficco.heuristics.families import PRODUCTS
+from ficco.heuristics.candidates import is_serial
 from ficco.heuristics.model import Prediction, choose, copy_loss, gemm_loss, lacking
 from ficco.machine import (
     Collective,
@@ -34,7 +32,7 @@ from ficco.machine import (
     Topology,
 )
 from ficco.problems.products import OPERATORS, Problem
-from ficco.schedules import Schedule, plan, plans, refusal, same_plans
+from ficco.schedules import Schedule, plan, refusal, same_plans
 from ficco.simulate import predict
 
 BY = Provenance("assumed")
@@ -159,18 +157,6 @@ def test_candidates_are_what_the_device_serves_and_was_measured() -> None:
         assert any(one.mover == "kernel" for one in found) == served
 
 
-def test_what_comes_first_on_a_switch_and_copies_on_a_mesh() -> None:
-    even = dict.fromkeys(map(str, candidates(problem(8192, 4096, 4096, 4), MACHINE)), 1.0)
-    even["serial:collective"] = even["serial"] = 2.0
-    found = [Prediction(Schedule.parse(name), {"queued": s}) for name, s in even.items()]
-    assert str(choose(found, MACHINE, "queued").chosen.schedule) == "growing:compute=2"
-    assert on_mesh(MESH) and not on_mesh(MACHINE)
-    lanes = {str(one): one for one in candidates(problem(8192, 4096, 4096, 8), MESH)}
-    lanes = {name: one for name, one in lanes.items() if one.mover == "dma"}
-    assert lanes.pop("shard-overlap").copy == 1  # Async TP as it is
-    assert {(one.copy, one.order) for one in lanes.values()} == {(7, "piece")}
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("machine", [MESH, MACHINE, None], ids=["mesh", "switch", "unknown"])
 def test_every_operator_has_candidates_that_it_can_take(
@@ -285,18 +271,6 @@ def test_decomposition_of_the_product_by_hand() -> None:
         ), name
 
 
-def test_a_rank_that_has_nothing_to_multiply_loses_nothing() -> None:
-    for operator, table in (
-        ("all_to_all_matmul", [[0, 256], [0, 256]]),
-        ("all_to_all_transposed_matmul", [[0, 256], [0, 256]]),
-        ("matmul_all_to_all", [[0, 0], [256, 256]]),
-    ):
-        asked = Problem.of_blocks(operator, table, 1024, 1024, "bfloat16")
-        decision = decide(asked, machine=replace(MACHINE, ranks=2))
-        assert decision.source == "model"
-        assert {one.losses.gemm for one in decision.candidates} == {1.0}, operator
-
-
 def test_decomposition_of_the_communication_by_hand() -> None:
     slow = replace(MACHINE, copies=replace(MACHINE.copies, gap=1e-3))
     # 3 shards of 1 ms and a gap of 1 ms each; in 4 pieces there are 12 gaps.
@@ -311,66 +285,6 @@ def test_decomposition_of_the_communication_by_hand() -> None:
     assert copy_loss(made, slow) == pytest.approx((2.5 + 4 + 4) / (1.5 + 3 + 3))
     mesh = replace(slow, topology=Topology("mesh", RATE, BY))  # where the longest way counts
     assert copy_loss(made, mesh) == pytest.approx(4 / 3)
-
-
-def test_decomposition_of_what_scatters_by_hand() -> None:
-    slow = replace(MACHINE, copies=replace(MACHINE.copies, gap=1e-3))
-    # Blocks of 1024 x 4096, 8 MiB: four tiles of 1 ms each, and copies of 1 ms.
-    for operator, copies in (("matmul_reduce_scatter", 1), ("matmul_all_reduce", 2)):
-        asked = Problem(operator, (1024,) * 4, 4096, 4096, "bfloat16")
-        for name, gemm, gaps in (
-            ("serial:collective", 1.0, 0),
-            ("shard-overlap", 1.0, 3 * copies),
-            ("hetero-unfused-1d:pieces=4", (4 + 3 * 16) / 16, 3 * 4 + 3 * (copies - 1)),
-            ("uniform-fused-2d:pieces=4", 1.0, 4 * 3 * copies),
-            ("ring:pieces=1,tail=4", (3 * 4 + 4 * 4) / 16, 3 * copies + 3 * 3 * (copies - 1)),
-        ):
-            made = plan(asked, Schedule.parse(name), 0)
-            assert gemm_loss(made.problem, made, MACHINE) == pytest.approx(gemm), name
-            lost = (3 * copies + gaps) / (6 * copies) if gaps else 1.0
-            assert copy_loss(made, slow) == pytest.approx(lost), (operator, name)
-
-
-def test_what_a_call_holds_of_each_operator() -> None:
-    # A, B and the result of rank 1 of 2, in elements of 2 bytes; m 6, n 5, k 7.
-    for operator, held in (
-        ("all_gather_matmul", 3 * 7 + 7 * 5 + 6 * 5),
-        ("matmul_reduce_scatter", 6 * 7 + 7 * 5 + 3 * 5),
-        ("all_to_all_matmul", 3 * 7 + 7 * 5 + 2 * 5),
-        ("all_gather_transposed_matmul", 3 * 7 + 6 * 5 + 7 * 5),
-    ):
-        make, rows = Problem, (3, 3)
-        if OPERATORS[operator].blocks:
-            make, rows = Problem.of_blocks, ((1, 2), (3, 0))
-        asked = make(operator, rows, 5, 7, "bfloat16")
-        assert held_bytes(asked, 1, 100) == 2 * held + 100, operator
-
-
-def test_the_ideal_by_hand() -> None:
-    assert PRODUCTS.ideal(PROBLEM, MACHINE) == pytest.approx(4e-3)  # products
-    wide = problem(4096, 256, 4096)  # a quarter of a tile takes as long
-    assert PRODUCTS.ideal(wide, MACHINE) == pytest.approx(4e-3)
-    curve = ((1.0, RATE / 2), (2.0**40, RATE / 2))
-    slow = replace(MACHINE, copies=replace(MACHINE.copies, curve=curve), all_gather=None)
-    assert PRODUCTS.ideal(PROBLEM, slow) == pytest.approx(6e-3)  # three shards, one after the other
-    mesh = replace(slow, topology=Topology("mesh", RATE, BY))
-    assert PRODUCTS.ideal(PROBLEM, mesh) == pytest.approx(4e-3)  # each on a link of its own
-    # Of other operators: blocks of 8 MiB take 1 ms each, four tiles a block 4 ms, the collective
-    # 3 ms; sums do not count, however slow memory is.
-    forgetful = replace(MACHINE, memory=replace(MACHINE.memory, bandwidth=1e3))
-    for operator, k, expected in (
-        ("matmul_reduce_scatter", 4096, 16e-3),
-        ("matmul_reduce_scatter", 256, 3e-3),
-        ("matmul_all_reduce", 256, 6e-3),
-        ("matmul_all_to_all", 256, 3e-3),
-        ("all_to_all_matmul", 4096, 16e-3),
-        ("all_gather_transposed_matmul", 4096, 16e-3),
-        ("all_to_all_transposed_matmul", 4096, 16e-3),
-    ):
-        asked = problem_of_sizes(operator, 4096, 4096, k, "bfloat16", 4)
-        if asked.kind.blocks:  # a rank has a block of 8 MiB for every rank
-            asked = Problem.of_blocks(operator, [[1024] * 4] * 4, 4096, k, "bfloat16")
-        assert PRODUCTS.ideal(asked, forgetful) == pytest.approx(expected), operator
 
 
 # Products of float8 operands.
@@ -393,15 +307,3 @@ def test_scaled_products_are_predicted_by_their_recipe() -> None:
     said = "lacks fp8_tensor, products are predicted by gemm"
     assert said in decide(tensor, machine=machine).reason
     assert "lacks" not in decide(rows, machine=machine).reason
-
-
-def test_no_batch_of_scaled_products_is_predicted() -> None:
-    late = replace(MACHINE, fp8_row=replace(MACHINE.gemm, start=1.0, launch=0.0))
-    problem = problem_of_sizes("all_gather_matmul", 8192, 4096, 4096, "fp8-row", 4)
-    schedule = Schedule.parse("uniform-fused-1d")
-    made = [step.products for step in plans(problem, schedule)[0].steps if step.products]
-    products = sum(product.batch for some in made for product in some)
-    assert products > len(made)
-    assert predict(problem, schedule, late, "queued") == pytest.approx(products, rel=0.01)
-    parts = losses(problem, schedule, late, predict).gemm  # over a whole that has one start, too
-    assert products * 0.95 < parts < products

@@ -23,11 +23,10 @@ from ficco.machine import (
     Topology,
 )
 from ficco.machine.model import flat
-from ficco.plan import Plan, Product, Products, Reduction, Region, Signal, Step, Transfer, in_parts
+from ficco.plan import Plan, Product, Products, Region, Signal, Step, Transfer, in_parts
 from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.simulate import MODES, predict, simulate
-from ficco.simulate.events import UNFILLED
 from ficco.simulate.timeline import Bar, Timeline, dumps, loads, work
 from ficco.tools import cli
 from ficco.tools.bench import draw as drawing
@@ -123,60 +122,6 @@ def two(*steps: Step, problem: Problem | None = None) -> list[Plan]:
 TILES = replace(ONE, gemm=Gemm(1.0, 2, 10.0, 1.0, 0.0, float("inf"), GIVEN))
 
 
-def test_products_share_the_units_wave_by_wave() -> None:
-    def bars(*steps: Step) -> list[tuple[float, float]]:
-        return bars_of(simulate([own_plan(*steps)], TILES), 0, "matmul")
-
-    # Two waves of two tiles: 2 * (2 tiles * 2 * k operations) = 16 s, and 10 s between products.
-    assert bars(*[multiply("compute0", 3, k=2)] * 3) == [(0, 16), (16, 42), (42, 68)]
-    # Three tiles take two waves, 16 s, and one and a half of work, 12 s: the second begins between.
-    assert UNFILLED == 0.5
-    assert bars(*(multiply(f"compute{i}", 3, k=2) for i in range(2))) == [(0, 16), (0, 30)]
-    assert bars(*(multiply(f"compute{i}", 2, k=2) for i in range(3)))[-1][1] == 24
-    assert bars(multiply("compute0", 3, k=2, batch=3)) == [(0, 5 * 8)]
-
-
-def summing(latency: float) -> tuple[Machine, Step]:
-    """A machine with such a latency of sums, and a sum of 6 seconds after a plan's first step."""
-    machine = replace(
-        TILES, gemm=replace(TILES.gemm, launch=0.0), memory=Memory(1e9, 10.0, GIVEN, latency)
-    )
-    part = Region("staging", 0, 0, 5, 0, 1)  # 3 x 20 bytes at 10 a second
-    adds = Reduction((part, part), (1, 2), part)
-    return machine, Step(adds, "reduce0", "sum", after=(0,))
-
-
-def test_sums_take_turns_with_products() -> None:
-    machine, add = summing(0.0)
-    product = [multiply(f"compute{lane}", 2, k=2) for lane in (0, 1, 0)]
-    found = simulate([own_plan(*product, add)], machine)
-    assert bars_of(found, 0, "reduce") == [(8, 16 + 6)]  # behind the product that is served
-    assert [stop for _, stop in bars_of(found, 0, "matmul")] == [8, 16, 16 + 6 + 8]
-    # The next product of a lane comes before a sum of the one before.
-    machine, add = summing(1.0)
-    first, second = multiply("compute0", 2, k=2), multiply("compute0", 4, k=2)
-    found = simulate([own_plan(first, add, second)], machine)
-    assert bars_of(found, 0, "matmul") == [(0, 8), (8, 24)]
-    assert bars_of(found, 0, "reduce") == [(8, 24 + 6)]
-    # What waits for nobody but the sum comes behind it, a second after it could have begun.
-    found = simulate([own_plan(first, add, second._replace(after=(1,)))], machine)
-    assert bars_of(found, 0, "matmul") == [(0, 8), (15, 31)]
-
-
-def test_of_two_products_that_can_begin_the_one_that_is_sent_is_the_last() -> None:
-    both = (multiply("compute0", 2, k=2), multiply("compute1", 4, k=2))
-    sends = [send("copy0", 0, 1, 4, after=(number,)) for number in range(2)]
-    in_order = [(0, 8), (0, 24)]
-    for sent, ends in (((), in_order), (sends[:1], [(0, 24), (0, 16)]), (sends, in_order)):
-        assert bars_of(simulate(two(*both, *sent), TILES), 0, "matmul") == ends
-    # Copies wait for the later one, so that a second lane gains nothing with two products.
-    problem = Problem("matmul_reduce_scatter", (1024,) * 2, 1024, 1024, "bfloat16")
-    one_lane, two_lanes = (
-        predict(problem, Schedule.parse(f"shard-overlap{x}"), TOY) for x in ("", ":compute=2")
-    )
-    assert two_lanes > one_lane
-
-
 def test_a_collective_takes_its_own_curve_or_that_of_the_all_gather() -> None:
     schedule = Schedule.parse("serial:collective")
     for name, mine, nbytes in (
@@ -212,93 +157,8 @@ def test_an_all_to_all_takes_as_long_as_the_rank_with_most_to_send_or_receive() 
         assert brought == [4 * width * 4, 2 * width * 4, 11 * width * 4]
 
 
-def test_a_copy_holds_its_queue_for_the_gap_and_is_seen_after_the_latency() -> None:
-    machine = replace(ONE, copies=Copies(9, 5.0, 2.0, ((1.0, 1.0),), GIVEN))
-    seen = Signal("ready", 0, 0, 0, 0)
-    plan_ = two(
-        send("copy0", 0, 1, 8, posts=(seen,)),
-        send("copy0", 0, 1, 4),
-        multiply("compute0", 1, waits=(seen,)),
-    )
-    found = simulate(plan_, machine)
-    assert bars_of(found, 0, "copy") == [(0, 10), (10, 16)]
-    assert bars_of(found, 0, "matmul") == [(13, 15)]
-
-
-def test_a_copy_in_front_of_a_product_is_seen_sooner() -> None:
-    seen = Signal("ready", 0, 0, 0, 0)
-    for lane, in_front, begin in (("compute0", 1.0, 9), ("copy0", 1.0, 13), ("compute0", None, 13)):
-        copies = Copies(9, 5.0, 0.0, ((1.0, 1.0),), GIVEN, in_front)
-        copy = send(lane, 0, 1, 8, mover="kernel", posts=(seen,))
-        made = two(copy, multiply("compute0", 1, waits=(seen,)))
-        found = simulate(made, replace(ONE, kernel_copies=copies))
-        assert bars_of(found, 0, "matmul") == [(begin, begin + 2)]
-
-
 def on_ranks(*made: Plan) -> list[Plan]:
     return [replace(one, rank=rank) for rank, one in enumerate(made)]
-
-
-def test_copies_over_one_port_share_it_and_over_two_links_do_not() -> None:
-    problem = problem_of(100, 100, 100)
-    nothing = own_plan(problem=problem)
-    shared = replace(ONE, topology=Topology("switch", 1.0, GIVEN, sharing=0.8))
-    mesh = replace(shared, topology=Topology("mesh", 1.0, GIVEN, sharing=0.8))
-    # Both at 0.4 until the first has moved 40 bytes, then 40 bytes at 1.
-    for machine, other_peer, ends in ((shared, 2, (100, 140)), (mesh, 2, (40, 80)),
-                                      (mesh, 1, (100, 140))):  # fmt: skip
-        both = [send("copy0", 0, 1, 40), send("copy1", 0, other_peer, 80)]
-        made = on_ranks(own_plan(*both, problem=problem), nothing, nothing)
-        assert tuple(stop for _, stop in bars_of(simulate(made, machine), 0, "copy")) == ends
-    senders = [own_plan(send("copy0", rank, 2, 40), problem=problem) for rank in (0, 1)]
-    assert simulate(on_ranks(*senders, nothing), ONE).stop_s == 80.0
-
-
-def test_a_rank_has_no_more_copies_in_flight_than_engines() -> None:
-    problem = problem_of(*[100] * 4)
-    steps = [send(f"copy{i}", 0, i + 1, 40) for i in range(3)]
-    made = on_ranks(own_plan(*steps, problem=problem), *[own_plan(problem=problem)] * 3)
-    copies = Copies(2, 0.0, 5.0, ((1.0, 1.0),), GIVEN)
-    few = replace(ONE, topology=Topology("mesh", 1.0, GIVEN), copies=copies)
-    # The third waits until the first has given back its engine, gap included.
-    assert bars_of(simulate(made, few), 0, "copy") == [(0, 45), (0, 45), (45, 90)]
-
-
-def test_products_and_copies_slow_each_other_down_while_both_run() -> None:
-    factors = Contention(2.0, 4.0, 3.0, 5.0, GIVEN)
-    machine = replace(ONE, contention=factors)
-    # Products take twice as long, copies four times, until 10 operations are done at 20 s. By
-    # then 5 bytes of 12 have moved; the others take 7 s. By kernels as under a collective.
-    for mover, multiplied, copied in (("dma", 20, 27), ("kernel", 30, 36)):
-        made = two(multiply("compute0", 5), send("copy0", 0, 1, 12, mover=mover))
-        found = simulate(made, machine)
-        assert bars_of(found, 0, "matmul") == [(0, multiplied)]
-        assert bars_of(found, 0, "copy") == [(0, copied)]
-
-
-def test_serial_is_copies_then_the_product_and_overlap_hides_them() -> None:
-    problem = problem_of(*[16] * 4, n=5, k=1)  # copies of 64 bytes, products of 160 operations
-    fast = flat(1.0, 1.0, 1e12, ranks=4)  # what is placed takes no time to see
-    for name, taken in (
-        ("serial", 3 * 64 + 640), ("serial:collective", 3 * 64 + 640), ("shard-overlap", 640)
-    ):  # fmt: skip
-        assert seconds(problem, name, fast) == pytest.approx(taken)
-    # A mesh wants a copy lane per peer.
-    mesh, copies = replace(ONE, topology=Topology("mesh", 1.0, GIVEN)), replace(problem, n=0)
-    for name, taken in (("shard-overlap", 3 * 64), ("shard-overlap:copy=3", 64)):
-        assert seconds(copies, name, mesh) == taken
-    # Kernel copies have a curve of their own.
-    step = send("copy0", 0, 1, 8, mover="kernel")
-    for slow, taken in ((Copies(9, 0.0, 0.0, ((1.0, 0.5),), GIVEN), 16), (None, 8)):
-        assert simulate(two(step), replace(ONE, kernel_copies=slow)).stop_s == taken
-
-
-def test_the_collective_begins_when_the_last_rank_has_reached_it() -> None:
-    problem = problem_of(4, 4)
-    made = plans(problem, Schedule.parse("serial:collective"))
-    late = own_plan(multiply("compute0", 50), *made[0].steps, problem=problem)
-    found = simulate([late, made[1]], ONE)
-    assert [bars_of(found, rank, "collective")[0][1] for rank in (0, 1)] == [116, 116]
 
 
 def test_idle_calls_wait_for_their_host_in_enqueue_order() -> None:
@@ -341,13 +201,6 @@ def test_ranks_that_begin_late_meet_at_the_ports_of_their_peers() -> None:
         assert one == seconds(problem, name, late, "idle") > 300 + 30
     on_mesh = replace(late, topology=Topology("mesh", 1.0, GIVEN))
     assert predict(problem, NAMED["shard-overlap"], on_mesh, "idle") == 300 + 30
-
-
-def test_a_card_that_multiplies_for_long_gets_slower() -> None:
-    hot = replace(TILES, gemm=replace(TILES.gemm, launch=0.0, burst=12.0, sustained=0.5))
-    found = simulate([own_plan(*[multiply("compute0", 2, k=2)] * 3)], hot)
-    # 8 s each; of the second the last 4 s are at half the rate, and all of the third.
-    assert bars_of(found, 0, "matmul") == [(0, 8), (8, 20), (20, 36)]
 
 
 def test_who_waits_for_signals() -> None:
@@ -514,21 +367,6 @@ def test_timelines_survive_a_file_and_a_damaged_one_is_named() -> None:
 
 
 SIZES = ("--m", "512", "--n", "256", "--k", "128")
-
-
-@pytest.mark.slow
-def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [tmp_path / name for name in ("x.csv", "x.svg", "x.trace.json", "x.json")]
-    options = [f"--{o}={f}" for o, f in zip(("csv", "draw", "trace", "timelines"), files)]  # noqa: B905
-    command = ["simulate", "growing", "shard-overlap:compute=2", *SIZES, "--world", "2"]
-    assert cli.run([*command, *options, "--mode", "idle"]) == 0
-    said = capsys.readouterr().out
-    assert all(text in said for text in ("of ideal", "simulated on h200-4", "idle", *command[1:3]))
-    assert all(file.stat().st_size > 100 for file in files)
-    picture = tmp_path / "both.svg"
-    plot = ["plot", str(files[3]), str(files[3]), "--out", str(picture)]
-    assert cli.run([*plot, "--only", "growing", "--trace", str(tmp_path / "t.json")]) == 0
-    assert picture.read_text().count("growing") >= 2
 
 
 @pytest.mark.parametrize(
