@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import equal, exact
-from ranks import Failure, Rank, caught, leave, run
+from ranks import Failure, Rank, caught, leave, on_ranks, run
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -145,7 +145,8 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-def mistakes_are_told(at: Rank) -> None:
+@on_ranks(2)
+def test_mistakes_are_told(at: Rank) -> None:
     """Also in the first call of a group; afterwards nobody waits and nothing is broken."""
     good = equal(at.world, ROWS, K, N, schedule="growing")
     for turn, (mistake, text) in enumerate(MISTAKES):
@@ -158,7 +159,8 @@ def mistakes_are_told(at: Rank) -> None:
         exact(at, good, turn)
 
 
-def rows_that_are_no_whole_numbers_are_refused(at: Rank) -> None:
+@on_ranks(2)
+def test_rows_that_are_no_whole_numbers_are_refused(at: Rank) -> None:
     """Even if they are equal to those of an earlier call."""
     a, b = _a(1, K), _b()
     for other in ([1.0, 1.0], [True, True], [1, 1.0]):
@@ -167,7 +169,8 @@ def rows_that_are_no_whole_numbers_are_refused(at: Rank) -> None:
             ficco.all_gather_matmul(a, b, rows=other)
 
 
-def rows_of_any_type_are_served(at: Rank) -> None:
+@on_ranks(2)
+def test_rows_of_any_type_are_served(at: Rank) -> None:
     for rows in (
         (ROWS, ROWS + 1),
         torch.tensor([ROWS, ROWS + 1]),
@@ -216,7 +219,8 @@ def test_group_that_this_rank_is_not_in_or_that_was_destroyed() -> None:
         assert all(word in failure.text for word in ("group", "required", *told)), failure.text
 
 
-def a_mesh_is_a_group(at: Rank) -> None:
+@on_ranks(2)
+def test_a_mesh_is_a_group(at: Rank) -> None:
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     assert (ficco.all_gather_matmul(_a(), _b(), group=mesh) == K).all()
     held = ficco.memory(mesh)
@@ -225,20 +229,6 @@ def a_mesh_is_a_group(at: Rank) -> None:
     ficco.synchronize(mesh)
     ficco.close(mesh)
     assert ficco.memory(mesh) == 0
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        mistakes_are_told,
-        rows_that_are_no_whole_numbers_are_refused,
-        rows_of_any_type_are_served,
-        a_mesh_is_a_group,
-    ],
-    ids=lambda program: program.__name__,
-)
-def test_on_two_ranks(program: Callable[[Rank], None]) -> None:
-    run(2, program)
 
 
 def test_no_process_group() -> None:
