@@ -250,14 +250,6 @@ def test_survivors_end_by_themselves(victim: int, how: str, tmp_path: Path) -> N
 # Ranks that stall, stay away, or are late.
 
 
-def _stalled(at: Rank, case: Case, victim: int, step: int, warm: bool) -> dict[str, Any]:
-    group = everyone(at, *[case] * warm)
-    with disturb(Disturbance(stall=(victim, step))):
-        found = outcome(at, case, group)
-    exact(at, equal(at.world, 4, 4, 4), 1)  # the rest of the process is well
-    return found
-
-
 @pytest.mark.parametrize(
     ("victim", "schedule", "step", "warm"),
     [
@@ -267,33 +259,20 @@ def _stalled(at: Rank, case: Case, victim: int, step: int, warm: bool) -> dict[s
         (1, "tiled:pieces=2,pull", 0, False),
     ],
 )
-def test_stalled_rank(victim: int, schedule: str, step: int, warm: bool) -> None:
+@on_ranks(3, timeout=25.0)
+def test_stalled_rank(at: Rank, victim: int, schedule: str, step: int, warm: bool) -> None:
     case = equal(3, 8, 8, 8, schedule=schedule)
-    found = run(3, _stalled, case, victim, step, warm)
-    for rank in {0, 1, 2} - {victim}:
-        for one in assert_timed_out(found[rank], rank, victim, case):
-            if schedule == "tiled:pieces=2":  # the piece that did not come: its rows
-                assert re.match(r"all (8:12|12:16) \(", one["step"])
-    # The stalled rank itself: its own call ends, too.
-    gave_up(found[victim]["first"])
-    assert found[victim]["waited"] < 2 * PATIENCE_S + SLACK_S
-
-
-def _absent(at: Rank, case: Case, victim: int, warm: bool) -> dict[str, Any] | None:
-    """As the text of a timeout says, the group is closed on every rank and used again."""
-    group, found = everyone(at, *[case] * warm), None
-    if at.rank != victim:
-        found = outcome(at, case, group, end=ficco.close)
-    at.barrier()
-    if at.rank == victim:
-        ficco.close(group)
-    for iteration in (2, 3):
-        # gloo would go on with the data of the collective that was broken off.
-        again = case.on(schedule="growing") if "collective" in case.schedule else case
-        exact(at, again, iteration, group)
-    leave(group)
-    exact(at, equal(at.world, 4, 4, 4), 1)
-    return found
+    group = everyone(at, *[case] * warm)
+    with disturb(Disturbance(stall=(victim, step))):
+        found = outcome(at, case, group)
+    exact(at, equal(at.world, 4, 4, 4), 1)  # the rest of the process is well
+    if at.rank == victim:  # its own call ends, too
+        gave_up(found["first"])
+        assert found["waited"] < 2 * PATIENCE_S + SLACK_S
+        return
+    for one in assert_timed_out(found, at.rank, victim, case):
+        if schedule == "tiled:pieces=2":  # the piece that did not come: its rows
+            assert re.match(r"all (8:12|12:16) \(", one["step"])
 
 
 @pytest.mark.parametrize(
@@ -305,33 +284,44 @@ def _absent(at: Rank, case: Case, victim: int, warm: bool) -> dict[str, Any] | N
         (1, "tiled", True),
     ],
 )
-def test_rank_that_never_calls(victim: int, schedule: str, warm: bool) -> None:
+@on_ranks(3, timeout=25.0)
+def test_rank_that_never_calls(at: Rank, victim: int, schedule: str, warm: bool) -> None:
+    """As the text of a timeout says, the group is closed on every rank and used again."""
     case = equal(3, 8, 8, 8, schedule=schedule)
-    found = run(3, _absent, case, victim, warm)
-    for rank in {0, 1, 2} - {victim}:
-        assert_timed_out(found[rank], rank, victim, case)
-        if not warm:
-            says = f"s for rank {victim} to join the first call of this group (find out which ranks"
-            text = found[rank]["first"].text
-            assert says in text and "schedule" not in text, text
-
-
-def _interrupted(at: Rank, case: Case, warm: bool) -> tuple[Any, float]:
-    group, found = everyone(at, *[case] * warm), (None, 0.0)
-    if at.rank == 0:
-        made = make(at, case, 1, group)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        found = timed(lambda: call(case, made.a, made.b, group))
+    group, found = everyone(at, *[case] * warm), None
+    if at.rank != victim:
+        found = outcome(at, case, group, end=ficco.close)
     at.barrier()
+    if found is None:
+        ficco.close(group)
+    for iteration in (2, 3):
+        # gloo would go on with the data of the collective that was broken off.
+        again = case.on(schedule="growing") if "collective" in case.schedule else case
+        exact(at, again, iteration, group)
     leave(group)
-    return found
+    exact(at, equal(at.world, 4, 4, 4), 1)
+    if found is None:
+        return
+    assert_timed_out(found, at.rank, victim, case)
+    if not warm:
+        text = found["first"].text
+        says = f"s for rank {victim} to join the first call of this group (find out which ranks"
+        assert says in text and "schedule" not in text, text
 
 
 @WARM
-def test_keyboard_interrupt_ends_a_wait(warm: bool) -> None:
-    error, waited = run(2, _interrupted, equal(2, 4, 4, 4, schedule="growing:copy=2"), warm)[0]
-    assert error.type == "KeyboardInterrupt"
-    assert waited < 0.3 + AT_ONCE_S
+@on_ranks(2, timeout=25.0)
+def test_keyboard_interrupt_ends_a_wait(at: Rank, warm: bool) -> None:
+    case = equal(2, 4, 4, 4, schedule="growing:copy=2")
+    group = everyone(at, *[case] * warm)
+    if at.rank == 0:
+        made = make(at, case, 1, group)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        error, waited = timed(lambda: call(case, made.a, made.b, group))
+        assert error.type == "KeyboardInterrupt"
+        assert waited < 0.3 + AT_ONCE_S
+    at.barrier()
+    leave(group)
 
 
 def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,15 +561,14 @@ PLACES: dict[str, tuple[Any, str]] = {
     "operations": (workspace, "compile"),
     "cache": (Workspace, "keep"),
 }
-ERRORS: dict[str, Callable[[], BaseException]] = {
-    "BackendError": lambda: ficco.BackendError("memmove", "EFAULT", "bad\nand more"),
-    "MemoryError": lambda: MemoryError("64 GiB\nand more"),
-    "KeyboardInterrupt": KeyboardInterrupt,
-}
-FIRST_LINES = {
-    "BackendError": "BackendError: memmove failed with EFAULT: bad",
-    "MemoryError": "MemoryError: 64 GiB",
-    "KeyboardInterrupt": "KeyboardInterrupt",
+#: Errors, and what their peers are told of them.
+ERRORS: dict[str, tuple[Callable[[], BaseException], str]] = {
+    "BackendError": (
+        lambda: ficco.BackendError("memmove", "EFAULT", "bad\nand more"),
+        "BackendError: memmove failed with EFAULT: bad",
+    ),
+    "MemoryError": (lambda: MemoryError("64 GiB\nand more"), "MemoryError: 64 GiB"),
+    "KeyboardInterrupt": (KeyboardInterrupt, "KeyboardInterrupt"),
 }
 
 
@@ -593,7 +582,7 @@ def _fails_alone(
 
     def fail(*_: Any, **__: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
-        raise ERRORS[kind]()
+        raise ERRORS[kind][0]()
 
     with pytest.MonkeyPatch.context() as patch:
         if at.rank == victim:
@@ -618,6 +607,7 @@ def test_a_rank_that_fails_alone_is_named_at_once(place: str) -> None:
         cases.append((schedule, place, kind, warm, (turn + turn // 3) % 3))
     for case, *found in zip(cases, *run(3, _all_fail_alone, cases), strict=True):
         *_, kind, _, victim = case
+        told = ERRORS[kind][1]
         for rank, mine in enumerate(found):
             text = f"{case}, rank {rank}: {mine}"
             assert mine["waited"] < AT_ONCE_S + SLACK_S, text
@@ -626,21 +616,32 @@ def test_a_rank_that_fails_alone_is_named_at_once(place: str) -> None:
             if rank == victim:  # it has its own error, and its group is lost
                 assert mine["first"] and mine["first"].type == kind, text
                 assert mine["again"].type == (kind if kind == "BackendError" else "FiccoError")
-                assert FIRST_LINES[kind].split(": ", 1)[-1] in mine["again"].text
+                assert told.split(": ", 1)[-1] in mine["again"].text
                 assert mine["in the caller"][0] == (place != "copy thread"), text
                 continue
             # A rank that had all it needed ends this call well, and fails in the next.
             error = mine["first"] or mine["again"]
             assert isinstance(error, Failure) and error.type == "PeerFailed", text
-            assert error.fields["reasons"] == {victim: FIRST_LINES[kind]}, text
-            assert f"rank {victim} failed: {FIRST_LINES[kind]}. " in error.text
+            assert error.fields["reasons"] == {victim: told}, text
+            assert f"rank {victim} failed: {told}. " in error.text
             assert "output of rank" in error.text and "ficco.close(group)" in error.text
             assert mine["again"].text == EARLIER * bool(mine["first"]) + error.text
         if place != "caller's thread":
             assert all(mine["first"] for mine in found), case
 
 
-def _one_refuses_and_all_close(at: Rank, schedule: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("schedule", "then"),
+    [
+        ("shrinking", ["right"] * 3),
+        # The library would take what the peers sent before for data of the next call.
+        ("serial:collective", ["FiccoError", "RankMismatch", "FiccoError"]),
+    ],
+)
+@on_ranks(3, timeout=25.0)
+def test_a_closed_group_never_takes_data_of_a_call_that_was_broken_off(
+    at: Rank, schedule: str, then: list[str]
+) -> None:
     """Rank 1 refuses a call, and the group is used again as the error says."""
     case = equal(at.world, 8, 8, 8, schedule=schedule)
     group = everyone(at, *[case] * 3)
@@ -656,26 +657,12 @@ def _one_refuses_and_all_close(at: Rank, schedule: str) -> list[str]:
             dist.barrier()
             ficco.close(group)
     dist.destroy_process_group(group)
-    return [one.type if isinstance(one, Failure) else "right" for one in found]
+    kinds = [one.type if isinstance(one, Failure) else "right" for one in found]
+    assert kinds == ["MemoryError" if at.rank == 1 else "RankMismatch", then[at.rank], "right"]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "then"),
-    [
-        ("shrinking", ["right"] * 3),
-        # The library would take what the peers sent before for data of the next call.
-        ("serial:collective", ["FiccoError", "RankMismatch", "FiccoError"]),
-    ],
-)
-def test_a_closed_group_never_takes_data_of_a_call_that_was_broken_off(
-    schedule: str, then: list[str]
-) -> None:
-    found = run(3, _one_refuses_and_all_close, schedule)
-    first = ["RankMismatch", "MemoryError", "RankMismatch"]
-    assert found == [[one, two, "right"] for one, two in zip(first, then, strict=True)]
-
-
-def _late_in_between(at: Rank) -> list[tuple[Any, float]]:
+@on_ranks(3, timeout=25.0)
+def test_what_a_watchdog_tells_while_a_call_begins_is_not_lost(at: Rank) -> None:
     """A watchdog finds that an earlier call is stuck just before the next is written down."""
     case = equal(at.world, 8, 8, 8)
     group = everyone(at, *[case] * 3)
@@ -694,14 +681,8 @@ def _late_in_between(at: Rank) -> list[tuple[Any, float]]:
             patch.setattr(calls.ProductCall, "allocate", fail)
         found = [timed(lambda: call(case, made.a, made.b, group)) for _ in range(2)]
     leave(group)
-    return found
-
-
-def test_what_a_watchdog_tells_while_a_call_begins_is_not_lost() -> None:
-    found = run(3, _late_in_between)
-    for rank, outcomes in enumerate(found):
-        assert outcomes[1][0].type == ("SignalTimeout" if rank == 1 else "PeerFailed"), outcomes
-        assert sum(seconds for _, seconds in outcomes) < LATE_S + SLACK_S
+    assert found[1][0].type == ("SignalTimeout" if at.rank == 1 else "PeerFailed"), found
+    assert sum(seconds for _, seconds in found) < LATE_S + SLACK_S
 
 
 def _gives_up(at: Rank, case: Case, warm: bool) -> list[tuple[Any, float]]:
