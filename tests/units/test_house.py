@@ -9,6 +9,7 @@ import tokenize
 import types
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -437,41 +438,29 @@ def test_the_tour_has_every_public_name_and_dir_no_other() -> None:
 
 def modules(package: Path = PACKAGE) -> dict[str, set[str]]:
     """The modules that each module imports, also inside functions or for types only."""
-    names = {
-        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
-        for path, _ in sources(package)
-    }
-    graph: dict[str, set[str]] = {name: set() for name in names}
-    for path, tree in sources(package):
+
+    def name_of(path: Path) -> str:
         dotted = ".".join(path.relative_to(package.parent).with_suffix("").parts)
-        mine = dotted.removesuffix(".__init__")
+        return dotted.removesuffix(".__init__")
+
+    graph: dict[str, set[str]] = {name_of(path): set() for path, _ in sources(package)}
+    for path, tree in sources(package):
         for found in imports_of(path, tree, package):
             for name in found.names or ("",):
                 full = f"{found.module}.{name}"
-                target = full if full in names else found.module
-                if target in names and target != mine:
-                    graph[mine].add(target)
+                target = full if full in graph else found.module
+                if target in graph and target != name_of(path):
+                    graph[name_of(path)].add(target)
     return graph
 
 
-def circles(package: Path = PACKAGE) -> list[set[str]]:
+def circle(package: Path = PACKAGE) -> set[str]:
     """Modules that import each other, directly or through others."""
-    graph = modules(package)
-    reach: dict[str, set[str]] = {}
-    for start in graph:
-        seen: set[str] = set()
-        rest = [start]
-        while rest:
-            new = graph[rest.pop()] - seen
-            seen |= new
-            rest += new
-        reach[start] = seen
-    found = {
-        frozenset({start, *(other for other in reach[start] if start in reach[other])})
-        for start in graph
-        if start in reach[start]
-    }
-    return sorted(map(set, found), key=sorted)
+    try:
+        TopologicalSorter(modules(package)).prepare()
+    except CycleError as error:
+        return set(error.args[1])
+    return set()
 
 
 def shared_class_names(package: Path = PACKAGE) -> dict[str, list[str]]:
@@ -485,7 +474,7 @@ def shared_class_names(package: Path = PACKAGE) -> dict[str, list[str]]:
 
 
 def test_no_modules_import_each_other() -> None:
-    assert circles() == []
+    assert circle() == set()
 
 
 #: Class names that several modules still share. Each is to be used for one thing only. torchtitan
@@ -511,10 +500,10 @@ def test_circles_and_shared_names_are_seen(tmp_path: Path) -> None:
     }
     for name, text in files.items():
         (package / name).write_text(text)
-    assert circles(package) == []
+    assert circle(package) == set()
     assert shared_class_names(package) == {"Other": ["problem.py", "runtime.py"]}
     (package / "problem.py").write_text("if TYPE_CHECKING:\n    from ficco.plan import Step")
-    assert circles(package) == [{"ficco.plan", "ficco.plan.model", "ficco.problem"}]
+    assert circle(package) == {"ficco.plan", "ficco.plan.model", "ficco.problem"}
     assert shared_class_names(package) == {}
 
 
