@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import Failure, Rank, caught, leave, run
+from cases import own_group
+from ranks import Failure, Rank, caught, on_ranks
 from test_model import BY, MACHINE, PROBLEM, problem
 
 import ficco
@@ -492,71 +492,53 @@ def test_the_model_takes_tiles_that_wait_where_they_were_measured() -> None:
 # On ranks.
 
 
-def _calls(at: Rank, *asked: tuple[list[str | None], str]) -> list[object]:
-    """Calls of ranks with a machine each, on groups of their own."""
-    a, b = torch.full((8, 16), float(at.rank + 1)), torch.ones(16, 8)
-
-    def call(machine: str | None, schedule: str, group: Any) -> float:
-        with ficco.options(machine=machine, timeout_s=10.0):
-            return float(ficco.all_gather_matmul(a, b, schedule=schedule, group=group).sum())
-
-    found = []
-    for machines, schedule in asked:
-        group = dist.new_group(backend="gloo")
-        found.append(caught(partial(call, machines[at.rank], schedule, group)))
-        leave(group)
-    return found
-
-
-def _taken(at: Rank, machines: list[str]) -> list[str]:
-    """What calls take, machine by machine and once more without one, on a group of their own."""
-    group = dist.new_group(backend="gloo")
-    a, b = torch.ones(8, 16), torch.ones(16, 8)
-    for machine in (*machines, None, *machines):
-        with ficco.options(machine=machine, timeout_s=10.0):
-            ficco.all_gather_matmul(a, b, group=group)
-    (workspace,) = workspaces(group)
-    taken = [bound.plan.schedule for bound in workspace.programs.values()]
-    leave(group)
-    return taken
-
-
-def test_every_machine_decides_for_itself(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_every_machine_decides_for_itself(at: Rank, tmp_path: Path) -> None:
+    """The second time nothing is decided: it is the same call."""
     entry = replace(TUNED, rows=(8, 8), n=8, k=16, dtype="float32")
-    names = []
-    for schedule in ("shrinking:tail=2", "growing:pieces=2"):
-        machine = replace(MACHINE, ranks=2, tuned=(replace(entry, idle=schedule),))
-        names.append(str(tmp_path / f"{len(names)}.yaml"))
-        save(machine, names[-1])
-    # The second time nothing is decided: it is the same call.
-    assert run(2, _taken, names) == [["shrinking:tail=2", "growing:pieces=2", "growing"]] * 2
+    machines = [
+        replace(MACHINE, ranks=2, tuned=(replace(entry, idle=schedule),))
+        for schedule in ("shrinking:tail=2", "growing:pieces=2")
+    ]
+    paths = [str(tmp_path / f"{at.rank} {turn}.yaml") for turn in range(2)]
+    for machine, path in zip(machines, paths, strict=True):
+        save(machine, path)
+    with own_group(at) as group:
+        for name in (*paths, None, *paths):
+            with ficco.options(machine=name, timeout_s=10.0):
+                ficco.all_gather_matmul(torch.ones(8, 16), torch.ones(16, 8), group=group)
+        (workspace,) = workspaces(group)
+        taken = [bound.plan.schedule for bound in workspace.programs.values()]
+    assert taken == ["shrinking:tail=2", "growing:pieces=2", "growing"]
 
 
-def test_ranks_with_other_machine_files_find_out_before_they_enqueue(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_ranks_with_other_machine_files_find_out_before_they_enqueue(
+    at: Rank, tmp_path: Path
+) -> None:
     machine = replace(MACHINE, ranks=2)
     other = replace(machine, margin=0.5)
-    files = {"one": machine, "two": other, "same": machine}
-    paths: dict[str, Any] = {name: str(tmp_path / f"{name}.yaml") for name in (*files, "half")}
-    for name, content in files.items():
-        save(content, paths[name])
-    Path(paths["half"]).write_text("name: [")
-    one, two, same, half = paths.values()
-    asked = (
-        ([one, same], "auto"), ([one, two], "auto"), ([one, two], "growing"),
-        ([one, half], "auto"), (["nowhere", "nowhere"], "auto"), ([None, None], "auto"),
-    )  # fmt: skip
-    ended: Any = run(2, _calls, *asked)
-    for (right, *mismatches, damaged, nowhere, again), rank in zip(ended, (0, 1), strict=True):
-        assert right == again == 8 * 8 * 16 * 3.0
-        for failure in mismatches:
-            assert isinstance(failure, Failure) and failure.type == "RankMismatch", failure
-            values = failure.fields["values"]
-            assert f"machine toy ({digest(machine):010x})" in values[0]
-            assert f"machine toy ({digest(other):010x})" in values[1]
-            assert "machine file" in failure.text
-        assert damaged.type == ("RankMismatch", "ConfigError")[rank]
-        assert "half.yaml" in damaged.text
-        assert nowhere.type == "ConfigError" and "nowhere" in nowhere.text
+    path = str(tmp_path / f"{at.rank}.yaml")
+
+    def outcome(contents: tuple[str, str], schedule: str = "auto") -> Any:
+        """Of a call on a group of its own, with a file of such contents on each rank."""
+        Path(path).write_text(contents[at.rank])
+        with own_group(at) as group, ficco.options(machine=path, timeout_s=10.0):
+            a, b = torch.full((8, 16), float(at.rank + 1)), torch.ones(16, 8)
+            return caught(partial(ficco.all_gather_matmul, a, b, schedule=schedule, group=group))
+
+    one, two = dumps(machine), dumps(other)
+    for schedule in ("auto", "growing"):
+        failure = outcome((one, two), schedule)
+        assert isinstance(failure, Failure) and failure.type == "RankMismatch", failure
+        values = failure.fields["values"]
+        assert f"machine toy ({digest(machine):010x})" in values[0]
+        assert f"machine toy ({digest(other):010x})" in values[1]
+        assert "machine file" in failure.text
+    damaged = outcome((one, "name: ["))
+    assert damaged.type == ("RankMismatch", "ConfigError")[at.rank]
+    assert "1.yaml" in damaged.text
+    assert outcome((one, one)).sum() == 8 * 8 * 16 * 3.0
 
 
 # Rows that are not equal: all ranks are simulated, so that few schedules are.
