@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import equal, exact
-from ranks import Failure, Rank, caught, leave, on_ranks, run
+from ranks import Failure, Rank, caught, leave, on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -178,11 +178,11 @@ def test_rows_of_any_type_are_served(at: Rank) -> None:
         assert found.shape == (3 * at.world, N) and (found == K).all()
 
 
-def _no_group(at: Rank) -> list[Any]:
-    """Groups that this rank is not in, and groups that are destroyed, used before or not."""
+@on_ranks(2)
+def test_group_that_this_rank_is_not_in_or_that_was_destroyed(at: Rank) -> None:
     group, found = dist.new_group([0]), []
     if at.rank == 1:
-        found.append(caught(_call(_a(), _b(), group=group)))
+        found.append((caught(_call(_a(), _b(), group=group)), ("this rank is in",)))
     else:
         assert (ficco.all_gather_matmul(_a(), _b(), group=group) == K).all()
         leave(group)
@@ -192,18 +192,13 @@ def _no_group(at: Rank) -> list[Any]:
             if used:  # takes one of two slots
                 ficco.all_gather_matmul(_a(), _b(), group=group)
             dist.destroy_process_group(group)
-            found.append(caught(_call(_a(), _b(), group=group)))
+            failure = caught(_call(_a(), _b(), group=group))
+        found.append((failure, ("destroyed", "ficco.close")))
         ficco.close(group)
     exact(at, equal(at.world, ROWS, K, N), 0)
-    return found
-
-
-def test_group_that_this_rank_is_not_in_or_that_was_destroyed() -> None:
-    destroyed, (other, *also_destroyed) = run(2, _no_group)
-    for failure in (other, *destroyed, *also_destroyed):
+    for failure, words in found:
         assert isinstance(failure, Failure) and failure.type == "ValueError", failure
-        told = ("this rank is in",) if failure is other else ("destroyed", "ficco.close")
-        assert all(word in failure.text for word in ("group", "required", *told)), failure.text
+        assert all(word in failure.text for word in ("group", "required", *words)), failure.text
 
 
 @on_ranks(2)

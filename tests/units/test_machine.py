@@ -511,6 +511,24 @@ def test_a_fit_finds_the_machine_that_made_the_samples_whatever_outliers_say() -
     assert dict(found.shares)[4.0] == pytest.approx(0.1, rel=0.05)
 
 
+def test_a_fit_of_few_samples_leaves_waves_out() -> None:
+    for count in (1, 2, 3):
+        few = sampled(H200, GRID[-count:])
+        assert errors(fit(few, units=132, peak=H200.peak), few).worst < 0.1
+    truth = replace(
+        WAVES, peak=1e11, units=1, efficiency=0.9, start=2e-5, bandwidth=1e10,
+        tile_rows=(1,), tile_cols=(1,), shares=((4.0, 1.0),),
+    )  # fmt: skip
+    sizes = [(m, n, k) for m in (8, 64, 512) for n in (16, 128) for k in (32, 256, 1024)]
+    samples = sampled(truth, sizes, itemsize=4)
+    assert len(samples) < 20
+    found = fit(samples)
+    assert (found.tile_rows, found.tile_cols, found.splits) == ((1,), (1,), (1,))
+    assert errors(found, samples).worst < 0.02
+    assert found.peak * found.efficiency == pytest.approx(9e10, rel=0.05)
+    assert found.start == pytest.approx(2e-5, rel=0.05)
+
+
 def test_a_fit_keeps_what_samples_do_not_tell() -> None:
     truth = replace(H200, shares=((2.0, 1.0), (4.0, 0.1), (8.0, 0.05)), burst=2e-3, sustained=0.8)
     found = fit(sampled(truth, GRID), units=132, known=truth)
