@@ -173,9 +173,6 @@ def test_a_refusal_that_nobody_can_or_has_to_be_told(at: Rank) -> None:
         assert (product(x, b) == 8).all() and _numbered(group) - before == 1
 
 
-# Threads in one group.
-
-
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
 @on_ranks(2)
 def test_a_second_thread_in_a_group_is_told_the_rule(at: Rank, warm: bool) -> None:

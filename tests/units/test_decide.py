@@ -185,8 +185,6 @@ def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
     assert nearest(Fingerprint("abacus", 4)) is None
 
 
-# The same everywhere.
-
 _ASK = """
 from ficco.heuristics import decide
 from ficco.machine import find
@@ -209,9 +207,6 @@ def test_every_process_decides_alike(capsys: pytest.CaptureFixture[str]) -> None
     exec(_ASK, {})
     assert done.stdout == capsys.readouterr().out
     assert done.stdout.count("(model: ") == 6
-
-
-# Explain.
 
 
 def test_explain_takes_schedules_numbers_and_machines_of_any_kind(tmp_path: Path) -> None:

@@ -186,9 +186,6 @@ def test_what_is_not_served_is_refused() -> None:
         layer(dtype="int8")
 
 
-# Broken plans.
-
-
 #: Rank 1 multiplies the rows of rank 0 first.
 BROKEN: dict[str, tuple[Edit, str]] = {
     "the matrix of another expert": (change("0.0", b=down(16)), "matrix of other rows|leaves"),

@@ -65,9 +65,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-# Quantities.
-
-
 def test_quantities_are_read_and_printed() -> None:
     for text, unit, value in (
         ("1.276 ms", "s", 1.276e-3), ("0 s", "s", 0.0), ("2 MiB", "B", 2097152.0),
@@ -86,9 +83,6 @@ def test_quantities_are_read_and_printed() -> None:
 @given(st.sampled_from(list(files.PREFIXES)), st.floats(1e-15, 1e18))
 def test_printed_quantities_are_the_same_when_read(unit: str, value: float) -> None:
     assert files.quantity(files.quantity_text(value, unit), unit) == value
-
-
-# Round trips.
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
@@ -421,9 +415,6 @@ def test_digests_are_of_facts() -> None:
         {"copies": replace(SMALL.copies, gap=3.0001e-6)},
     )  # fmt: skip
     assert len({digest(replace(SMALL, **other)) for other in others}) == len(others)
-
-
-# Curves.
 
 
 def test_curves_are_straight_in_logarithms() -> None:

@@ -268,9 +268,6 @@ def test_decomposition_of_the_communication_by_hand() -> None:
     assert copy_loss(made, mesh) == pytest.approx(4 / 3)
 
 
-# Products of float8 operands.
-
-
 def test_scaled_products_are_predicted_by_their_recipe() -> None:
     gemm, sizes = MACHINE.gemm, (8192, 4096, 4096)
     machine = replace(MACHINE, fp8_row=replace(gemm, peak=gemm.peak / 10))

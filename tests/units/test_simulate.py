@@ -272,9 +272,6 @@ def test_more_bandwidth_is_never_slower() -> None:
         assert all(b <= a * most for a, b in pairwise(times)), (str(schedule), times)
 
 
-# One rank that stands for all.
-
-
 #: Names for operators whose product travels, beside those of all.
 SENDING = (
     *(*EVERY, "ring", "ring:pieces=3,tail=2", "shard-overlap:beta", "growing:beta,compute=2"),
