@@ -482,6 +482,8 @@ def test_broken_plans_are_caught(problem: Problem, name: str, edit: Edit, words:
 
 Plans = list[Plan]
 PAIR, THREE = replace(PROBLEM, rows=(16,) * 2), replace(SUMMED, rows=(16,) * 3)
+TRIO = Problem.of_blocks("all_to_all_matmul", ((4,) * 3,) * 3, 24, 32, "bfloat16")
+SHORT = Problem("all_gather_matmul", (4, 4), 3, 8, "float32")
 
 
 def on_all(edit: Edit) -> Callable[[Plans], Plans]:
@@ -496,6 +498,10 @@ def buffer(name: str, **fields: Any) -> Callable[[Plans], Plans]:
 def travelling_in(dtype: str) -> Callable[[Plans], Plans]:
     """Products in another dtype on their way."""
     return lambda found: buffer("publish", dtype=dtype)(buffer("staging", dtype=dtype)(found))
+
+
+def on_each(edit: Callable[[Plan], Plan]) -> Callable[[Plans], Plans]:
+    return lambda found: list(map(edit, found))
 
 
 def on_one(edit: Callable[[Plan], Plan]) -> Callable[[Plans], Plans]:
@@ -579,6 +585,80 @@ def own_memory_as_shared(found: Plans) -> Plans:
     return [replace(plan, steps=(*plan.steps, extra), buffers=(*plan.buffers, staging))]
 
 
+def landed_rows_sent_on(found: Plans) -> Plans:
+    """Rank 1 sends what it got from rank 0 on to rank 2, in place of what rank 0 has for that."""
+
+    def send_on(steps: list[Step]) -> None:
+        own, acquire, send, other, product, *rest, retire = steps
+        here = Region("staging", 1, 0, 4, 0, 32)
+        on = Transfer(here, here._replace(rank=2))
+        more = Step(on, "compute0", "0.0>2", after=(1,))
+        send = send._replace(lane="compute0")
+        retire = retire._replace(after=(6, 2))
+        steps[:] = [own, acquire, other, product, more, send, *rest, retire]
+
+    return edited(edited(found, 0, idle("0.0>2")), 1, send_on)
+
+
+def rows_moved_to_where_they_are_read(found: Plans) -> Plans:
+    def move_down(steps: list[Step]) -> None:
+        i = index(steps, awaits_data)
+        (product,) = steps[i].products
+        lower = product.a._replace(row=4, row_stop=12)
+        aside = Step(Transfer(product.a, lower), "compute0", "aside", steps[i].waits)
+        steps[i] = changed(steps[i], waits=(), a=lower)
+        steps.insert(i, aside)
+        steps[-1] = steps[-1]._replace(after=tuple(j + (j >= i) for j in steps[-1].after))
+
+    return edited(buffer("staging", shapes=((12, 32),) * 2)(found), 1, move_down)
+
+
+def rows_written_twice(found: Plans) -> Plans:
+    """Which do not make up for rows left out."""
+
+    def write_twice(steps: list[Step]) -> None:
+        i, j = (i for i, step in enumerate(steps) if multiplies(step))
+        parts = [
+            changed(steps[n], a=in_rows(*bounds), out=in_rows(*bounds)).products[0]
+            for n, bounds in ((i, (0, 4)), (j, (0, 2)), (j, (2, 4)))
+        ]
+        steps[i] = changed(steps[i], products=(parts[0],))
+        steps[j] = changed(steps[j], products=tuple(parts[1:]))
+
+    return edited(found, 0, write_twice)
+
+
+def sums_exchanged_aside(plan: Plan) -> Plan:
+    """Though all ranks get them."""
+    product, exchange = plan.steps
+    partial = Buffer("partial", "A @ B", "bfloat16", ((64, 24),) * 4, "local", leaves=True)
+    product = changed(product, out={"buffer": "partial"})
+    exchange = changed(exchange, src={"buffer": "partial"})
+    return replace(plan, steps=(product, exchange), buffers=(*plan.buffers, partial))
+
+
+def sums_exchanged_in_place(plan: Plan) -> Plan:
+    """Though one rank gets them."""
+    product, exchange = plan.steps
+    out = Region("out", plan.rank, 0, plan.shape("out")[0], 0, plan.shape("out")[1])
+    product = changed(product, a={"row_stop": out.rows}, out=out)
+    if not out.rows:
+        product = product._replace(work=None)
+    return replace(plan, steps=(product, exchange._replace(work=LibraryMove(out, out))))
+
+
+def half_exchanged(plan: Plan) -> Plan:
+    exchange, *rest = plan.steps
+    assert isinstance(exchange.work, LibraryMove)
+    half = Buffer("half", "A", "bfloat16", ((4, 32),) * 2, "local", leaves=True)
+    here = exchange.work.src._replace(row_stop=4)
+    there = here._replace(buffer="half")
+    place = Step(Transfer(here, there), exchange.lane, "half")
+    rest = [step._replace(after=tuple(i + 1 for i in step.after)) for step in rest]
+    steps = place, changed(exchange, src=there), *rest
+    return replace(plan, steps=steps, buffers=(*plan.buffers, half))
+
+
 UNBEGUN = "may not have begun"
 QUEUE, OTHER, SPECIFIED = "hardware queue", "something else", "not those that are specified"
 PULLED, SYMMETRIC = f"{FUSED}:pull", replace(PROBLEM, symmetric=True)
@@ -611,6 +691,13 @@ SPOILT: list[tuple[Problem, str, Callable[[Plans], Plans], str]] = [
     (replace(RETURNED, rows=(16,) * 2), FUSED, sums_return_early, LOST),
     (THREE, "ring:pieces=2", pieces_of_a_ring_swapped, f"adds to {LOST}"),
     (replace(PROBLEM, rows=(16,)), "growing", own_memory_as_shared, "without a signal"),
+    (TRIO, "shard-overlap", landed_rows_sent_on, "passes on what is for others"),
+    (TWO, "shard-overlap", rows_moved_to_where_they_are_read, "moves to where it still reads"),
+    (SHORT, "uniform-fused-2d:pieces=2", rows_written_twice, "12 of 24 elements of out"),
+    # Collectives move the whole, in place if all ranks get the sums.
+    (RETURNED, "serial:collective", on_each(sums_exchanged_aside), WHOLE),
+    (replace(SUMMED, rows=(8, 0)), "serial:collective", on_each(sums_exchanged_in_place), WHOLE),
+    (TWO, "serial:collective", on_each(half_exchanged), WHOLE),
     # Ranks have the same buffers, and list those that they use.
     (TWO, "shard-overlap", on_one(no_result), "rank 1 lacks operands or results"),
     (PROBLEM, COLUMNS, on_one(lambda plan: without_buffer(plan, "sum")), "leaves the buffer"),
@@ -668,39 +755,6 @@ def test_early_reuse_of_a_stage_is_caught() -> None:
     refused(edited(found, 1, reuse_early), "overwrites|may still be read|unordered")
 
 
-def test_landed_rows_are_not_sent_on_to_ranks_that_get_others() -> None:
-    """Rank 1 sends what it got from rank 0 on to rank 2, in place of what rank 0 has for that."""
-    problem = Problem.of_blocks("all_to_all_matmul", ((4,) * 3,) * 3, 24, 32, "bfloat16")
-
-    def send_on(steps: list[Step]) -> None:
-        own, acquire, send, other, product, *rest, retire = steps
-        here = Region("staging", 1, 0, 4, 0, 32)
-        on = Transfer(here, here._replace(rank=2))
-        more = Step(on, "compute0", "0.0>2", after=(1,))
-        send = send._replace(lane="compute0")
-        retire = retire._replace(after=(6, 2))
-        steps[:] = [own, acquire, other, product, more, send, *rest, retire]
-
-    found = edited(proven("shard-overlap", problem), 0, idle("0.0>2"))
-    refused(edited(found, 1, send_on), "passes on what is for others")
-
-
-def test_rows_do_not_move_to_where_they_are_still_read() -> None:
-    found = buffer("staging", shapes=((12, 32),) * 2)(proven("shard-overlap", TWO))
-
-    def move_down(steps: list[Step]) -> None:
-        i = index(steps, awaits_data)
-        (product,) = steps[i].products
-        lower = product.a._replace(row=4, row_stop=12)
-        moves = Transfer(product.a, lower)
-        aside = Step(moves, "compute0", "aside", steps[i].waits)
-        steps[i] = changed(steps[i], waits=(), a=lower)
-        steps.insert(i, aside)
-        steps[-1] = steps[-1]._replace(after=tuple(j + (j >= i) for j in steps[-1].after))
-
-    refused(edited(found, 1, move_down), "moves to where it still reads")
-
-
 @pytest.mark.parametrize("packs", [False, True])
 def test_packed_columns_are_read_as_they_were_packed(packs: bool) -> None:
     found = plans(TWO, Schedule.parse("uniform-fused-2d:pieces=2"), packs_columns=packs)
@@ -721,51 +775,6 @@ def test_packed_columns_are_read_as_they_were_packed(packs: bool) -> None:
         check(broken)
 
 
-# Collectives of a library.
-
-
-def test_sums_that_all_ranks_get_are_exchanged_in_place() -> None:
-    shapes = ((64, 24),) * 4
-    partial = Buffer("partial", "A @ B", "bfloat16", shapes, "local", leaves=True)
-
-    def aside(plan: Plan) -> Plan:
-        product, exchange = plan.steps
-        product = changed(product, out={"buffer": "partial"})
-        exchange = changed(exchange, src={"buffer": "partial"})
-        return replace(plan, steps=(product, exchange), buffers=(*plan.buffers, partial))
-
-    refused(list(map(aside, proven("serial:collective", RETURNED))), WHOLE)
-
-
-def test_sums_that_one_rank_gets_are_not_exchanged_in_place() -> None:
-    def in_place(plan: Plan) -> Plan:
-        product, exchange = plan.steps
-        out = Region("out", plan.rank, 0, plan.shape("out")[0], 0, plan.shape("out")[1])
-        product = changed(product, a={"row_stop": out.rows}, out=out)
-        if not out.rows:
-            product = product._replace(work=None)
-        return replace(plan, steps=(product, exchange._replace(work=LibraryMove(out, out))))
-
-    found = proven("serial:collective", replace(SUMMED, rows=(8, 0)))
-    refused(list(map(in_place, found)), WHOLE)
-
-
-def test_collectives_do_not_begin_in_part_of_the_rows() -> None:
-    half = Buffer("half", "A", "bfloat16", ((4, 32),) * 2, "local", leaves=True)
-
-    def halved(plan: Plan) -> Plan:
-        exchange, *rest = plan.steps
-        assert isinstance(exchange.work, LibraryMove)
-        whole = exchange.work.src
-        here, there = whole._replace(row_stop=4), whole._replace(row_stop=4, buffer="half")
-        place = Step(Transfer(here, there), exchange.lane, "half")
-        rest = [step._replace(after=tuple(i + 1 for i in step.after)) for step in rest]
-        steps = place, changed(exchange, src=there), *rest
-        return replace(plan, steps=steps, buffers=(*plan.buffers, half))
-
-    refused(list(map(halved, proven("serial:collective", TWO))), WHOLE)
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_collectives_move_the_whole(operator: str) -> None:
     found = proven("serial:collective", of(operator, [3, 5, 4]))
@@ -773,29 +782,6 @@ def test_collectives_move_the_whole(operator: str) -> None:
         less = change(is_collective, **{end: {"row_stop": lambda stop: stop - 1}})
         refused(edited(found, 1, less), WHOLE)
     refused(edited(found, 1, list.reverse), f"{UNWRITTEN}|{EARLY}|of a rank")
-
-
-def test_rows_written_twice_do_not_make_up_for_rows_left_out() -> None:
-    problem = Problem("all_gather_matmul", (4, 4), 3, 8, "float32")
-
-    def write_twice(steps: list[Step]) -> None:
-        i, j = (i for i, step in enumerate(steps) if multiplies(step))
-        parts = [
-            changed(steps[n], a=in_rows(*bounds), out=in_rows(*bounds)).products[0]
-            for n, bounds in ((i, (0, 4)), (j, (0, 2)), (j, (2, 4)))
-        ]
-        steps[i] = changed(steps[i], products=(parts[0],))
-        steps[j] = changed(steps[j], products=tuple(parts[1:]))
-
-    found = proven("uniform-fused-2d:pieces=2", problem)
-    refused(edited(found, 0, write_twice), "12 of 24 elements of out")
-
-
-def test_a_capped_ring_takes_less_than_half_of_what_serial_needs() -> None:
-    problem = Problem("all_gather_matmul", (512,) * 4, 64, 256, "bfloat16")
-    found = made("hetero-fused-1d:pieces=4", problem, gathered_bytes(problem) * 3 // 8)
-    assert found[0].stages == 2
-    assert found[0].extra_bytes < gathered_bytes(problem) / 2
 
 
 @pytest.mark.parametrize(
