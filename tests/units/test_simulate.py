@@ -23,7 +23,7 @@ from ficco.machine import (
     Topology,
 )
 from ficco.machine.model import flat
-from ficco.plan import Plan, Product, Products, Region, Signal, Step, Transfer, in_parts
+from ficco.plan import Plan, Product, Products, Reduction, Region, Signal, Step, Transfer, in_parts
 from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.simulate import MODES, predict, simulate
@@ -120,6 +120,26 @@ def two(*steps: Step, problem: Problem | None = None) -> list[Plan]:
 
 
 TILES = replace(ONE, gemm=Gemm(1.0, 2, 10.0, 1.0, 0.0, float("inf"), GIVEN))
+
+
+def test_sums_take_turns_with_products() -> None:
+    """A sum of 6 s comes behind the product that is served, but behind the next product of the lane
+    that it waits for, too, unless that product waits for the sum."""
+    part = Region("staging", 0, 0, 5, 0, 1)  # 3 x 20 bytes at 10 a second
+    add = Step(Reduction((part, part), (1, 2), part), "reduce0", "sum", after=(0,))
+    first, second = (multiply("compute0", rows, k=2) for rows in (2, 4))
+    three = [multiply(f"compute{lane}", 2, k=2) for lane in (0, 1, 0)]
+    for latency, steps, summed, multiplied in (
+        (0.0, (*three, add), 16 + 6, [8, 16, 16 + 6 + 8]),
+        (1.0, (first, add, second), 24 + 6, [8, 24]),
+        (1.0, (first, add, second._replace(after=(1,))), 9 + 6, [8, 9 + 6 + 16]),
+    ):
+        machine = replace(
+            TILES, gemm=replace(TILES.gemm, launch=0.0), memory=Memory(1e9, 10.0, GIVEN, latency)
+        )
+        found = simulate([own_plan(*steps)], machine)
+        assert bars_of(found, 0, "reduce") == [(8, summed)]
+        assert [stop for _, stop in bars_of(found, 0, "matmul")] == multiplied
 
 
 def test_a_collective_takes_its_own_curve_or_that_of_the_all_gather() -> None:
