@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -101,16 +102,11 @@ def watch() -> Iterator[Watch]:
     dogs: list[Watchdog] = []
 
     def start(
-        running: int = 7,
-        ending: bool = False,
-        error: RankMismatch | None = None,
-        schedule: str = "growing",
-        timeout_s: float = TIMEOUT_S,
-        on_timeout: str = "raise",
+        running: int = 7, ending: bool = False, error: RankMismatch | None = None, **more: Any
     ) -> Workspace:
-        workspace = Workspace(running, ending, error, schedule)
+        workspace = Workspace(running, ending, error, more.pop("schedule", "growing"))
         dog = Watchdog(workspace)  # type: ignore[arg-type]
-        dog.timeout_s, dog.on_timeout = timeout_s, on_timeout
+        vars(dog).update({"timeout_s": TIMEOUT_S, "on_timeout": "raise"} | more)
         dogs.append(dog)
         return workspace
 
