@@ -252,6 +252,18 @@ def test_decomposition_of_the_product_by_hand() -> None:
         ), name
 
 
+def test_a_rank_that_has_nothing_to_multiply_loses_nothing() -> None:
+    for operator, table in (
+        ("all_to_all_matmul", [[0, 256], [0, 256]]),
+        ("all_to_all_transposed_matmul", [[0, 256], [0, 256]]),
+        ("matmul_all_to_all", [[0, 0], [256, 256]]),
+    ):
+        asked = Problem.of_blocks(operator, table, 1024, 1024, "bfloat16")
+        decision = decide(asked, machine=replace(MACHINE, ranks=2))
+        assert decision.source == "model"
+        assert {one.losses.gemm for one in decision.candidates} == {1.0}, operator
+
+
 def test_decomposition_of_the_communication_by_hand() -> None:
     slow = replace(MACHINE, copies=replace(MACHINE.copies, gap=1e-3))
     # 3 shards of 1 ms and a gap of 1 ms each; in 4 pieces there are 12 gaps.
