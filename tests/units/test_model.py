@@ -157,6 +157,13 @@ def test_candidates_are_what_the_device_serves_and_was_measured() -> None:
         assert any(one.mover == "kernel" for one in found) == served
 
 
+def test_of_equal_predictions_the_first_candidate_is_taken() -> None:
+    even = dict.fromkeys(map(str, candidates(problem(8192, 4096, 4096, 4), MACHINE)), 1.0)
+    even["serial:collective"] = even["serial"] = 2.0
+    found = [Prediction(Schedule.parse(name), {"queued": s}) for name, s in even.items()]
+    assert str(choose(found, MACHINE, "queued").chosen.schedule) == "growing:compute=2"
+
+
 # The rule.
 
 MARKS = Thresholds(1e12, 5e12, BY)
@@ -280,6 +287,24 @@ def test_decomposition_of_the_communication_by_hand() -> None:
     assert copy_loss(made, mesh) == pytest.approx(4 / 3)
 
 
+def test_decomposition_of_what_scatters_by_hand() -> None:
+    slow = replace(MACHINE, copies=replace(MACHINE.copies, gap=1e-3))
+    # Blocks of 1024 x 4096, 8 MiB: four tiles of 1 ms each, and copies of 1 ms.
+    for operator, copies in (("matmul_reduce_scatter", 1), ("matmul_all_reduce", 2)):
+        asked = Problem(operator, (1024,) * 4, 4096, 4096, "bfloat16")
+        for name, gemm, gaps in (
+            ("serial:collective", 1.0, 0),
+            ("shard-overlap", 1.0, 3 * copies),
+            ("hetero-unfused-1d:pieces=4", (4 + 3 * 16) / 16, 3 * 4 + 3 * (copies - 1)),
+            ("uniform-fused-2d:pieces=4", 1.0, 4 * 3 * copies),
+            ("ring:pieces=1,tail=4", (3 * 4 + 4 * 4) / 16, 3 * copies + 3 * 3 * (copies - 1)),
+        ):
+            made = plan(asked, Schedule.parse(name), 0)
+            assert gemm_loss(made.problem, made, MACHINE) == pytest.approx(gemm), name
+            lost = (3 * copies + gaps) / (6 * copies) if gaps else 1.0
+            assert copy_loss(made, slow) == pytest.approx(lost), (operator, name)
+
+
 def test_scaled_products_are_predicted_by_their_recipe() -> None:
     gemm, sizes = MACHINE.gemm, (8192, 4096, 4096)
     machine = replace(MACHINE, fp8_row=replace(gemm, peak=gemm.peak / 10))
@@ -297,3 +322,15 @@ def test_scaled_products_are_predicted_by_their_recipe() -> None:
     said = "lacks fp8_tensor, products are predicted by gemm"
     assert said in decide(tensor, machine=machine).reason
     assert "lacks" not in decide(rows, machine=machine).reason
+
+
+def test_no_batch_of_scaled_products_is_predicted() -> None:
+    late = replace(MACHINE, fp8_row=replace(MACHINE.gemm, start=1.0, launch=0.0))
+    problem = problem_of_sizes("all_gather_matmul", 8192, 4096, 4096, "fp8-row", 4)
+    schedule = Schedule.parse("uniform-fused-1d")
+    made = [step.products for step in plan(problem, schedule, 0).steps if step.products]
+    products = sum(product.batch for some in made for product in some)
+    assert products > len(made)
+    assert predict(problem, schedule, late, "queued") == pytest.approx(products, rel=0.01)
+    parts = losses(problem, schedule, late, predict).gemm  # over a whole that has one start, too
+    assert products * 0.95 < parts < products
