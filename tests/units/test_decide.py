@@ -209,6 +209,23 @@ def test_every_process_decides_alike(capsys: pytest.CaptureFixture[str]) -> None
     assert done.stdout.count("(model: ") == 6
 
 
+def test_explain_shows_what_was_compared() -> None:
+    decision = ficco.explain(
+        "all_gather_matmul", m=4096, n=1024, k=4096, world=4, machine=MACHINE, captured=True
+    )
+    assert (str(decision.schedule), decision.source) == ("shard-overlap:compute=2", "model")
+    queued = [one.queued for one in decision.candidates]
+    assert queued == sorted(queued)
+    by_name = {one.schedule: one for one in decision.candidates}
+    chosen, serial = by_name["shard-overlap:compute=2"], by_name["serial:collective"]
+    assert chosen.queued == pytest.approx(4e-3) and chosen.idle == pytest.approx(4e-3)
+    assert (chosen.share, chosen.losses.gemm) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert chosen.extra_bytes == 3 * 2**23
+    assert serial.share == pytest.approx(4 / 7)
+    (line,) = (line for line in decision.table().splitlines() if line.startswith("*"))
+    assert line.split()[:4] == ["*", "shard-overlap:compute=2", "4.00", "ms"]
+
+
 def test_explain_takes_schedules_numbers_and_machines_of_any_kind(tmp_path: Path) -> None:
     sizes = {"m": 4096, "n": 1024, "k": 4096, "world": 4}
     decision = ficco.explain(GATHER, schedule="growing:tail=7", **sizes, machine=MACHINE)
@@ -588,3 +605,15 @@ def test_of_unequal_rows_few_schedules_are_predicted() -> None:
     spy = _Spy({}, {})
     decide(asked, machine=MACHINE, predict=spy)
     assert spy.asked == {True: set(), False: {str(one) for one in candidates(asked, MACHINE)}}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_unequal_rows_become_as_many_equal_ones(operator: str) -> None:
+    table = [[3, 0, 5], [1, 2, 9], [4, 4, 4]]
+    if OPERATORS[operator].blocks:
+        asked = Problem.of_blocks(operator, table, 8, 16, "float16")
+        even = Problem.of_blocks(operator, [[4] * 3] * 3, 8, 16, "float16")  # 32 rows in 9 blocks
+    else:
+        asked = Problem(operator, (5, 0, 2), 8, 16, "float16", symmetric=True)
+        even = Problem(operator, (3, 3, 3), 8, 16, "float16", symmetric=True)
+    assert asked.evened == even and even.evened is even

@@ -32,7 +32,7 @@ from ficco.machine import (
     Topology,
 )
 from ficco.problems.products import OPERATORS, Problem
-from ficco.schedules import Schedule, plan
+from ficco.schedules import Schedule, plan, refusal, same_plans
 from ficco.simulate import predict
 
 BY = Provenance("assumed")
@@ -155,6 +155,25 @@ def test_candidates_are_what_the_device_serves_and_was_measured() -> None:
     ):  # fmt: skip
         found = candidates(PROBLEM, machine, *([offers] if offers else []))
         assert any(one.mover == "kernel" for one in found) == served
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("machine", [MESH, MACHINE, None], ids=["mesh", "switch", "unknown"])
+def test_every_operator_has_candidates_that_it_can_take(
+    machine: Machine | None, operator: str
+) -> None:
+    for world in (2, 3, 4):
+        asked = problem_of_sizes(operator, 4096, 2048, 1024, "bfloat16", world)
+        found = candidates(asked, machine)
+        assert 8 <= len(found) <= 20
+        assert set(same_plans(asked, found).values()) == set(found)  # each a plan of its own
+        assert str(found[0]) == "serial:collective"
+        assert is_serial(found[1]) and not any(map(is_serial, found[2:]))
+        for one in found:
+            assert refusal(asked, one) == "" and Schedule.parse(str(one)) == one
+            plan(asked, one, 0)
+    rings = [one for one in found if one.grouping == "ring"]
+    assert bool(rings) is (asked.kind.sums and machine is not MESH)
 
 
 def test_of_equal_predictions_the_first_candidate_is_taken() -> None:
