@@ -435,6 +435,33 @@ WAVES = Gemm(
 )  # fmt: skip
 
 
+def test_waves_the_parts_of_a_tile_and_memory_limits() -> None:
+    # A tile takes 2 * 10 * 10 * k / 250 seconds.
+    for m, n, batch, waves, filled in (
+        (10, 10, 1, 1, 0.25), (20, 20, 1, 1, 1.0), (21, 20, 1, 2, 1.5), (40, 40, 1, 4, 4.0),
+        (1, 1, 1, 1, 0.25), (10, 10, 5, 2, 1.25),
+    ):  # fmt: skip
+        assert WAVES.seconds(m, n, 5, batch=batch) == pytest.approx(1.0 + waves * 4.0)
+        assert WAVES.times(m, n, 5, batch=batch)[1] == pytest.approx(filled * 4.0)
+    gemm = replace(WAVES, prologue=0.5, step=64.0, write=400.0)
+    # 0.5 + 5 terms of 1 second + 4 s of operations + 10 * 10 elements at 100 bytes per second; a
+    # wide result is read and written, 4 bytes each.
+    for how, writes in (({}, 2.0), ({"itemsize": 4}, 4.0), ({"wide": True}, 8.0)):
+        assert gemm.seconds(10, 10, 5, **how) == pytest.approx(1.0 + 0.5 + 5.0 + 4.0 + writes)
+    assert gemm.seconds(10, 10, 5, itemsize=4, wide=True) == gemm.seconds(10, 10, 5, wide=True)
+    gemm = replace(WAVES, peak=1e30, bandwidth=100.0)
+    # (10 * 5 + 5 * 10 + 10 * 10) * 2 bytes; a batch shares its right operand.
+    for how, nbytes in (
+        ({}, 400), ({"batch": 3}, (3 * 50 + 50 + 3 * 100) * 2), ({"wide": True}, 200 + 100 * 8)
+    ):  # fmt: skip
+        assert gemm.seconds(10, 10, 5, **how) == pytest.approx(1.0 + nbytes / 100)
+    both = replace(WAVES, bandwidth=100.0).seconds(10, 10, 5)  # 4 s and 4 s
+    assert both == pytest.approx(1.0 + 4.0 * 2 ** (1 / 3))
+    # A product that adds itself reads what it adds to.
+    adds, whole = (gemm.seconds(10, 10, 5, adds=adds) for adds in (True, False))
+    assert adds - whole == pytest.approx(10 * 10 * 2 / 100)
+
+
 def test_other_dtypes_nothing_to_do_and_a_power_limit() -> None:
     gemm = replace(WAVES, shares=((2.0, 1.0), (4.0, 0.5), (8.0, 0.25)))
     assert gemm.seconds(20, 20, 5, itemsize=4) == pytest.approx(1.0 + 8.0)
@@ -526,6 +553,18 @@ def test_a_fit_keeps_what_samples_do_not_tell() -> None:
     assert (found.shares, found.burst, found.sustained) == (truth.shares, 2e-3, 0.8)
     found = fit(sampled(truth, GRID, itemsize=4), units=132, known=truth)
     assert found.shares == ((4.0, 1.0), (8.0, pytest.approx(0.5)))
+
+
+def test_the_errors_of_a_model_on_its_own_times_are_none() -> None:
+    truth = replace(H200, shares=((2.0, 1.0), (4.0, 0.1)))
+    for itemsize in (1, 2, 3, 4, 8):  # also of a dtype that its shares do not name
+        assert errors(truth, sampled(truth, GRID, itemsize=itemsize)).worst < 1e-9
+    # Of few rows for each of many matrices, memory is all that counts.
+    few = sampled(H200, [(16, n, k) for _, n, k in GRID[:9]], batch=9, rights=9)
+    assert errors(H200, few).worst < 1e-9
+    found = fit(few, peak=H200.peak)
+    assert found.bandwidth == pytest.approx(H200.bandwidth, rel=0.1)
+    assert loads(dumps(replace(SMALL, gemm=found))).gemm == found
 
 
 def test_a_fit_of_nonsense_is_refused() -> None:

@@ -17,7 +17,8 @@ from ficco.heuristics import (
     problem_of_sizes,
     rule,
 )
-from ficco.heuristics.candidates import is_serial
+from ficco.heuristics.candidates import is_serial, on_mesh
+from ficco.heuristics.decide import held_bytes
 from ficco.heuristics.model import Prediction, choose, copy_loss, gemm_loss, lacking
 from ficco.machine import (
     Collective,
@@ -176,11 +177,16 @@ def test_every_operator_has_candidates_that_it_can_take(
     assert bool(rings) is (asked.kind.sums and machine is not MESH)
 
 
-def test_of_equal_predictions_the_first_candidate_is_taken() -> None:
+def test_what_comes_first_on_a_switch_and_copies_on_a_mesh() -> None:
     even = dict.fromkeys(map(str, candidates(problem(8192, 4096, 4096, 4), MACHINE)), 1.0)
     even["serial:collective"] = even["serial"] = 2.0
     found = [Prediction(Schedule.parse(name), {"queued": s}) for name, s in even.items()]
     assert str(choose(found, MACHINE, "queued").chosen.schedule) == "growing:compute=2"
+    assert on_mesh(MESH) and not on_mesh(MACHINE)
+    lanes = {str(one): one for one in candidates(problem(8192, 4096, 4096, 8), MESH)}
+    lanes = {name: one for name, one in lanes.items() if one.mover == "dma"}
+    assert lanes.pop("shard-overlap").copy == 1  # Async TP as it is
+    assert {(one.copy, one.order) for one in lanes.values()} == {(7, "piece")}
 
 
 # The rule.
@@ -322,6 +328,21 @@ def test_decomposition_of_what_scatters_by_hand() -> None:
             assert gemm_loss(made.problem, made, MACHINE) == pytest.approx(gemm), name
             lost = (3 * copies + gaps) / (6 * copies) if gaps else 1.0
             assert copy_loss(made, slow) == pytest.approx(lost), (operator, name)
+
+
+def test_what_a_call_holds_of_each_operator() -> None:
+    # A, B and the result of rank 1 of 2, in elements of 2 bytes; m 6, n 5, k 7.
+    for operator, held in (
+        ("all_gather_matmul", 3 * 7 + 7 * 5 + 6 * 5),
+        ("matmul_reduce_scatter", 6 * 7 + 7 * 5 + 3 * 5),
+        ("all_to_all_matmul", 3 * 7 + 7 * 5 + 2 * 5),
+        ("all_gather_transposed_matmul", 3 * 7 + 6 * 5 + 7 * 5),
+    ):
+        make, rows = Problem, (3, 3)
+        if OPERATORS[operator].blocks:
+            make, rows = Problem.of_blocks, ((1, 2), (3, 0))
+        asked = make(operator, rows, 5, 7, "bfloat16")
+        assert held_bytes(asked, 1, 100) == 2 * held + 100, operator
 
 
 def test_scaled_products_are_predicted_by_their_recipe() -> None:

@@ -142,6 +142,83 @@ def test_sums_take_turns_with_products() -> None:
         assert [stop for _, stop in bars_of(found, 0, "matmul")] == multiplied
 
 
+def test_of_two_products_that_can_begin_the_one_that_is_sent_is_the_last() -> None:
+    both = (multiply("compute0", 2, k=2), multiply("compute1", 4, k=2))
+    sends = [send("copy0", 0, 1, 4, after=(number,)) for number in range(2)]
+    in_order = [(0, 8), (0, 24)]
+    for sent, ends in (((), in_order), (sends[:1], [(0, 24), (0, 16)]), (sends, in_order)):
+        assert bars_of(simulate(two(*both, *sent), TILES), 0, "matmul") == ends
+    # Copies wait for the later one, so that a second lane gains nothing with two products.
+    problem = Problem("matmul_reduce_scatter", (1024,) * 2, 1024, 1024, "bfloat16")
+    one_lane, two_lanes = (
+        predict(problem, Schedule.parse(f"shard-overlap{x}"), TOY) for x in ("", ":compute=2")
+    )
+    assert two_lanes > one_lane
+
+
+def test_a_copy_in_front_of_a_product_is_seen_sooner() -> None:
+    seen = Signal("ready", 0, 0, 0, 0)
+    for lane, in_front, begin in (("compute0", 1.0, 9), ("copy0", 1.0, 13), ("compute0", None, 13)):
+        copies = Copies(9, 5.0, 0.0, ((1.0, 1.0),), GIVEN, in_front)
+        copy = send(lane, 0, 1, 8, mover="kernel", posts=(seen,))
+        made = two(copy, multiply("compute0", 1, waits=(seen,)))
+        found = simulate(made, replace(ONE, kernel_copies=copies))
+        assert bars_of(found, 0, "matmul") == [(begin, begin + 2)]
+    # Kernel copies have a curve of their own.
+    step = send("copy0", 0, 1, 8, mover="kernel")
+    for slow, taken in ((Copies(9, 0.0, 0.0, ((1.0, 0.5),), GIVEN), 16), (None, 8)):
+        assert simulate(two(step), replace(ONE, kernel_copies=slow)).stop_s == taken
+
+
+def on_ranks(*made: Plan) -> list[Plan]:
+    return [replace(one, rank=rank) for rank, one in enumerate(made)]
+
+
+def test_copies_over_one_port_share_it_and_over_two_links_do_not() -> None:
+    problem = problem_of(100, 100, 100)
+    nothing = own_plan(problem=problem)
+    shared = replace(ONE, topology=Topology("switch", 1.0, GIVEN, sharing=0.8))
+    mesh = replace(shared, topology=Topology("mesh", 1.0, GIVEN, sharing=0.8))
+    # Both at 0.4 until the first has moved 40 bytes, then 40 bytes at 1.
+    for machine, other_peer, ends in ((shared, 2, (100, 140)), (mesh, 2, (40, 80)),
+                                      (mesh, 1, (100, 140))):  # fmt: skip
+        both = [send("copy0", 0, 1, 40), send("copy1", 0, other_peer, 80)]
+        made = on_ranks(own_plan(*both, problem=problem), nothing, nothing)
+        assert tuple(stop for _, stop in bars_of(simulate(made, machine), 0, "copy")) == ends
+    senders = [own_plan(send("copy0", rank, 2, 40), problem=problem) for rank in (0, 1)]
+    assert simulate(on_ranks(*senders, nothing), ONE).stop_s == 80.0
+
+
+def test_a_rank_has_no_more_copies_in_flight_than_engines() -> None:
+    problem = problem_of(*[100] * 4)
+    steps = [send(f"copy{i}", 0, i + 1, 40) for i in range(3)]
+    made = on_ranks(own_plan(*steps, problem=problem), *[own_plan(problem=problem)] * 3)
+    copies = Copies(2, 0.0, 5.0, ((1.0, 1.0),), GIVEN)
+    few = replace(ONE, topology=Topology("mesh", 1.0, GIVEN), copies=copies)
+    # The third waits until the first has given back its engine, gap included.
+    assert bars_of(simulate(made, few), 0, "copy") == [(0, 45), (0, 45), (45, 90)]
+
+
+def test_products_and_copies_slow_each_other_down_while_both_run() -> None:
+    factors = Contention(2.0, 4.0, 3.0, 5.0, GIVEN)
+    machine = replace(ONE, contention=factors)
+    # Products take twice as long, copies four times, until 10 operations are done at 20 s. By
+    # then 5 bytes of 12 have moved; the others take 7 s. By kernels as under a collective.
+    for mover, multiplied, copied in (("dma", 20, 27), ("kernel", 30, 36)):
+        made = two(multiply("compute0", 5), send("copy0", 0, 1, 12, mover=mover))
+        found = simulate(made, machine)
+        assert bars_of(found, 0, "matmul") == [(0, multiplied)]
+        assert bars_of(found, 0, "copy") == [(0, copied)]
+
+
+def test_the_collective_begins_when_the_last_rank_has_reached_it() -> None:
+    problem = problem_of(4, 4)
+    made = plans(problem, Schedule.parse("serial:collective"))
+    late = own_plan(multiply("compute0", 50), *made[0].steps, problem=problem)
+    found = simulate([late, made[1]], ONE)
+    assert [bars_of(found, rank, "collective")[0][1] for rank in (0, 1)] == [116, 116]
+
+
 def test_a_collective_takes_its_own_curve_or_that_of_the_all_gather() -> None:
     schedule = Schedule.parse("serial:collective")
     for name, mine, nbytes in (
@@ -175,10 +252,6 @@ def test_an_all_to_all_takes_as_long_as_the_rank_with_most_to_send_or_receive() 
             for plan_ in plans(problem, schedule)
         ]
         assert brought == [4 * width * 4, 2 * width * 4, 11 * width * 4]
-
-
-def on_ranks(*made: Plan) -> list[Plan]:
-    return [replace(one, rank=rank) for rank, one in enumerate(made)]
 
 
 def test_idle_calls_wait_for_their_host_in_enqueue_order() -> None:
