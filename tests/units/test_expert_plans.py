@@ -7,14 +7,17 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from edits import Edit, change, down, edited, idle, refused
 
 import ficco
+from ficco.compute.buffers import Buffers
+from ficco.compute.program import Call, Filled, Program
 from ficco.heuristics import decide
 from ficco.heuristics.families import EXPERTS, FAMILIES
 from ficco.heuristics.model import TIE
 from ficco.machine import find
-from ficco.plan import Plan
+from ficco.plan import Plan, Region
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.problems.products import Problem
 from ficco.proof import check
@@ -56,6 +59,21 @@ def seconds_of(asked: ExpertLayer, mode: str = "", machine: Any = MACHINE) -> di
     """By schedule that is compared, how long the layer takes."""
     plans = {name: planned(asked, name) for name in EXPERTS.compared}
     return {name: simulate(some, machine, mode or "queued").stop_s for name, some in plans.items()}
+
+
+def test_copies_read_what_the_library_returned_where_it_lies() -> None:
+    """Rows of a buffer that is made in parts, and of one that a call has."""
+    (plan, *_) = planned(layer(exact=True), "serial")
+    places = Buffers(Program(plan, None, []))
+    address = places.row(Region("partial", 0, 0, 5, 0, 8))
+    parts = [torch.zeros(rows, 8, dtype=torch.bfloat16) for rows in (3, 4)]
+    made = {"partial": [(0, 3, parts[0]), (3, 7, parts[1])]}
+    call = Call({}, filled=Filled({}, grouped=made))
+    for row in range(7):
+        part, first = (parts[0], 0) if row < 3 else (parts[1], 3)
+        assert address(call, row) == part[row - first :].data_ptr()
+    whole = torch.zeros(9, 8, dtype=torch.bfloat16)
+    assert address(Call({"partial": whole}), 5) == whole[5:].data_ptr()
 
 
 SIZES: dict[str, Any] = {"experts": 8, "k": 4096, "h": 14336, "n": 4096, "world": 4}
