@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from edits import Edit, change, down, edited, idle, refused
@@ -13,12 +14,13 @@ from edits import Edit, change, down, edited, idle, refused
 import ficco
 from ficco.compute.buffers import Buffers
 from ficco.compute.program import Call, Filled, Program
+from ficco.compute.ragged_blocks import moves
 from ficco.heuristics import decide
 from ficco.heuristics.families import EXPERTS, FAMILIES
 from ficco.heuristics.model import TIE
 from ficco.machine import find
-from ficco.plan import Plan, Region
-from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
+from ficco.plan import Plan, Region, Transfer
+from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer, block_starts
 from ficco.problems.products import Problem
 from ficco.proof import check
 from ficco.schedules import Schedule
@@ -59,6 +61,14 @@ def seconds_of(asked: ExpertLayer, mode: str = "", machine: Any = MACHINE) -> di
     """By schedule that is compared, how long the layer takes."""
     plans = {name: planned(asked, name) for name in EXPERTS.compared}
     return {name: simulate(some, machine, mode or "queued").stop_s for name, some in plans.items()}
+
+
+def test_empty_blocks_are_not_copied() -> None:
+    asked = replace(layer(world=2, exact=True), room=(6, 6))
+    at = Filled(block_starts(asked, np.array([[0, 2, 0, 1], [0, 0, 3, 0]])))
+    works = [(plan, step.work) for plan in planned(asked) for step in plan.steps]
+    rows = [moves(plan, work)(at).rows for plan, work in works if isinstance(work, Transfer)]
+    assert any(map(len, rows)) and all((some > 0).all() for some in rows)
 
 
 def test_copies_read_what_the_library_returned_where_it_lies() -> None:
