@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, call, equal, exact, make
 from disturbance import Disturbance, disturb
-from ranks import Died, Failure, Rank, caught, gave_up, leave
+from ranks import Died, Failure, Rank, caught, gave_up, leave, on_ranks
 from test_all_gather_matmul import end_of, start_ranks
 
 import ficco
@@ -182,33 +182,32 @@ def _with_a_casualty(at: Rank, case: Case, victim: int, how: str, warm: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("victim", "schedule", "how", "warm"),
+    ("world", "victim", "schedule", "how", "warm"),
     [
-        (0, "serial:collective", "kill", True),
-        (0, "serial:collective", "kill", False),
-        (1, "growing", "kill", False),
-        (0, "shrinking:pull", "before", True),
+        (3, 0, "serial:collective", "kill", True),
+        (3, 0, "serial:collective", "kill", False),
+        (3, 1, "growing", "kill", False),
+        (3, 0, "shrinking:pull", "before", True),
+        # A rank that is there and does nothing, as under a debugger.
+        (2, 0, "hetero-fused-2d", "stop", True),
+        (2, 1, "hetero-fused-2d", "stop", False),
+        (2, 0, "hetero-fused-2d", "stop", False),
     ],
 )
-def test_killed_rank(victim: int, schedule: str, how: str, warm: bool) -> None:
-    case = equal(3, 8, 8, 8, schedule=schedule)
-    found = run(3, _with_a_casualty, case, victim, how, warm, fresh=True, catch=True)
-    assert isinstance(found[victim], Died) and found[victim].exitcode == -signal.SIGKILL
-    for rank in {0, 1, 2} - {victim}:
-        ended = warm or bool(gave_up(found[rank]["first"])[0]["ended"])
+def test_lost_rank(world: int, victim: int, schedule: str, how: str, warm: bool) -> None:
+    case, stops = equal(world, 8, 8, 8, schedule=schedule), how == "stop"
+    lost: Any = {"fresh": True, "catch": True, "lost": {victim} if stops else ()}
+    found = run(world, _with_a_casualty, case, victim, how, warm, **lost)
+    if not stops:
+        assert isinstance(found[victim], Died) and found[victim].exitcode == -signal.SIGKILL
+    for rank in {*range(world)} - {victim}:
+        first = found[rank]["first"]
+        if stops and not warm and victim == 0:
+            # The store has stopped, too: what asks it can only give up.
+            assert first.type == "SignalTimeout", found[rank]
+            continue
+        ended = not stops and (warm or bool(gave_up(first)[0]["ended"]))
         assert_timed_out(found[rank], rank, victim, case, ended)
-
-
-@pytest.mark.parametrize(("victim", "warm"), [(0, True), (1, False), (0, False)])
-def test_stopped_rank(victim: int, warm: bool) -> None:
-    """A rank that is there and does nothing, as under a debugger."""
-    case, lost = equal(2, 8, 8, 8, schedule="hetero-fused-2d"), {victim}
-    found = run(2, _with_a_casualty, case, victim, "stop", warm, fresh=True, catch=True, lost=lost)
-    if warm or victim == 1:
-        assert_timed_out(found[1 - victim], 1 - victim, victim, case)
-    else:
-        # The store has stopped, too: what asks it can only give up.
-        assert found[1]["first"].type == "SignalTimeout", found[1]
 
 
 SURVIVOR = """
@@ -251,14 +250,6 @@ def test_survivors_end_by_themselves(victim: int, how: str, tmp_path: Path) -> N
 # Ranks that stall, stay away, or are late.
 
 
-def _stalled(at: Rank, case: Case, victim: int, step: int, warm: bool) -> dict[str, Any]:
-    group = everyone(at, *[case] * warm)
-    with disturb(Disturbance(stall=(victim, step))):
-        found = outcome(at, case, group)
-    exact(at, equal(at.world, 4, 4, 4), 1)  # the rest of the process is well
-    return found
-
-
 @pytest.mark.parametrize(
     ("victim", "schedule", "step", "warm"),
     [
@@ -268,33 +259,20 @@ def _stalled(at: Rank, case: Case, victim: int, step: int, warm: bool) -> dict[s
         (1, "tiled:pieces=2,pull", 0, False),
     ],
 )
-def test_stalled_rank(victim: int, schedule: str, step: int, warm: bool) -> None:
+@on_ranks(3, timeout=25.0)
+def test_stalled_rank(at: Rank, victim: int, schedule: str, step: int, warm: bool) -> None:
     case = equal(3, 8, 8, 8, schedule=schedule)
-    found = run(3, _stalled, case, victim, step, warm)
-    for rank in {0, 1, 2} - {victim}:
-        for one in assert_timed_out(found[rank], rank, victim, case):
-            if schedule == "tiled:pieces=2":  # the piece that did not come: its rows
-                assert re.match(r"all (8:12|12:16) \(", one["step"])
-    # The stalled rank itself: its own call ends, too.
-    gave_up(found[victim]["first"])
-    assert found[victim]["waited"] < 2 * PATIENCE_S + SLACK_S
-
-
-def _absent(at: Rank, case: Case, victim: int, warm: bool) -> dict[str, Any] | None:
-    """As the text of a timeout says, the group is closed on every rank and used again."""
-    group, found = everyone(at, *[case] * warm), None
-    if at.rank != victim:
-        found = outcome(at, case, group, end=ficco.close)
-    at.barrier()
-    if at.rank == victim:
-        ficco.close(group)
-    for iteration in (2, 3):
-        # gloo would go on with the data of the collective that was broken off.
-        again = case.on(schedule="growing") if "collective" in case.schedule else case
-        exact(at, again, iteration, group)
-    leave(group)
-    exact(at, equal(at.world, 4, 4, 4), 1)
-    return found
+    group = everyone(at, *[case] * warm)
+    with disturb(Disturbance(stall=(victim, step))):
+        found = outcome(at, case, group)
+    exact(at, equal(at.world, 4, 4, 4), 1)  # the rest of the process is well
+    if at.rank == victim:  # its own call ends, too
+        gave_up(found["first"])
+        assert found["waited"] < 2 * PATIENCE_S + SLACK_S
+        return
+    for one in assert_timed_out(found, at.rank, victim, case):
+        if schedule == "tiled:pieces=2":  # the piece that did not come: its rows
+            assert re.match(r"all (8:12|12:16) \(", one["step"])
 
 
 @pytest.mark.parametrize(
@@ -306,49 +284,44 @@ def _absent(at: Rank, case: Case, victim: int, warm: bool) -> dict[str, Any] | N
         (1, "tiled", True),
     ],
 )
-def test_rank_that_never_calls(victim: int, schedule: str, warm: bool) -> None:
+@on_ranks(3, timeout=25.0)
+def test_rank_that_never_calls(at: Rank, victim: int, schedule: str, warm: bool) -> None:
+    """As the text of a timeout says, the group is closed on every rank and used again."""
     case = equal(3, 8, 8, 8, schedule=schedule)
-    found = run(3, _absent, case, victim, warm)
-    for rank in {0, 1, 2} - {victim}:
-        assert_timed_out(found[rank], rank, victim, case)
-        if not warm:
-            says = f"s for rank {victim} to join the first call of this group (find out which ranks"
-            text = found[rank]["first"].text
-            assert says in text and "schedule" not in text, text
-
-
-def _late(at: Rank, case: Case) -> None:
-    """Each rank is late once, rank 0 for the first call of the group."""
-    group = everyone(at)
-    with ficco.options(timeout_s=10):
-        for iteration in range(at.world):
-            if at.rank == iteration:
-                time.sleep(0.3)
-            exact(at, case, iteration, group)
-    leave(group)
-
-
-@pytest.mark.parametrize("schedule", ["hetero-fused-1d", "serial:collective"])
-def test_late_rank_is_no_fault(schedule: str) -> None:
-    run(3, _late, equal(3, 8, 8, 8, schedule=schedule))
-
-
-def _interrupted(at: Rank, case: Case, warm: bool) -> tuple[Any, float]:
-    group, found = everyone(at, *[case] * warm), (None, 0.0)
-    if at.rank == 0:
-        made = make(at, case, 1, group)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        found = timed(lambda: call(case, made.a, made.b, group))
+    group, found = everyone(at, *[case] * warm), None
+    if at.rank != victim:
+        found = outcome(at, case, group, end=ficco.close)
     at.barrier()
+    if found is None:
+        ficco.close(group)
+    for iteration in (2, 3):
+        # gloo would go on with the data of the collective that was broken off.
+        again = case.on(schedule="growing") if "collective" in case.schedule else case
+        exact(at, again, iteration, group)
     leave(group)
-    return found
+    exact(at, equal(at.world, 4, 4, 4), 1)
+    if found is None:
+        return
+    assert_timed_out(found, at.rank, victim, case)
+    if not warm:
+        text = found["first"].text
+        says = f"s for rank {victim} to join the first call of this group (find out which ranks"
+        assert says in text and "schedule" not in text, text
 
 
 @WARM
-def test_keyboard_interrupt_ends_a_wait(warm: bool) -> None:
-    error, waited = run(2, _interrupted, equal(2, 4, 4, 4, schedule="growing:copy=2"), warm)[0]
-    assert error.type == "KeyboardInterrupt"
-    assert waited < 0.3 + AT_ONCE_S
+@on_ranks(2, timeout=25.0)
+def test_keyboard_interrupt_ends_a_wait(at: Rank, warm: bool) -> None:
+    case = equal(2, 4, 4, 4, schedule="growing:copy=2")
+    group = everyone(at, *[case] * warm)
+    if at.rank == 0:
+        made = make(at, case, 1, group)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        error, waited = timed(lambda: call(case, made.a, made.b, group))
+        assert error.type == "KeyboardInterrupt"
+        assert waited < 0.3 + AT_ONCE_S
+    at.barrier()
+    leave(group)
 
 
 def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,19 +389,16 @@ def assert_mismatch(found: list[dict[str, Any]], odd: int) -> None:
 
 
 @pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("what", MISMATCHES)
+@pytest.mark.parametrize("what", [*MISMATCHES, "workspace_bytes"])
 def test_mismatch(what: str, before: str) -> None:
-    odd = len(what) % 3
-    assert_mismatch(run(3, _mismatch, MISMATCHES[what], odd, before, (None, None)), odd)
+    odd, caps = len(what) % 3, (None, 100_000 if what == "workspace_bytes" else None)
+    assert_mismatch(run(3, _mismatch, MISMATCHES.get(what, {}), odd, before, caps), odd)
 
 
-@pytest.mark.parametrize("before", BEFORE)
-def test_mismatch_of_options(before: str) -> None:
-    caps = (None, 100_000)
-    assert_mismatch(run(3, _mismatch, {}, 1, before, caps), 1)
-
-
-def _symmetric_here_only(at: Rank, warm: bool) -> dict[str, Any]:
+@WARM
+@on_ranks(3)
+def test_mismatch_of_symmetric_memory(at: Rank, warm: bool) -> None:
+    """Peers would read from where one rank's shard is not."""
     group, case = everyone(at), equal(at.world, 8, 8, 8, schedule="growing:pull")
     symmetric = ficco.empty((8, 8), dtype=torch.float32, group=group)
     made = make(at, case, 0, group)
@@ -436,36 +406,29 @@ def _symmetric_here_only(at: Rank, warm: bool) -> dict[str, Any]:
         exact(at, case, 0, group)
         call(case, symmetric.copy_(made.a), made.b, group)
     a = symmetric.copy_(made.a) if at.rank == 1 else made.a
-    return seen(group, lambda: call(case, a, made.b, group))
+    found = seen(group, lambda: call(case, a, made.b, group))
+    assert found["first"].type == "RankMismatch", found["first"]
+    assert found["waited"] < PATIENCE_S + SLACK_S
 
 
-@WARM
-def test_mismatch_of_symmetric_memory(warm: bool) -> None:
-    """Peers would read from where one rank's shard is not."""
-    for found in run(3, _symmetric_here_only, warm):
-        assert found["first"].type == "RankMismatch", found["first"]
-        assert found["waited"] < PATIENCE_S + SLACK_S
-
-
-def _slices_of_symmetric_memory(at: Rank) -> None:
+@on_ranks(2)
+def test_slices_of_symmetric_memory_are_none_on_every_rank(at: Rank) -> None:
     """A matrix of one row is contiguous at any stride: on one rank, and not on the next."""
     group = everyone(at)
-    rows = (1, 3)[: at.world]
-    whole = ficco.empty((max(rows), 16), dtype=torch.float32, group=group).fill_(1.0)
+    rows = (1, 3)
+    whole = ficco.empty((3, 16), dtype=torch.float32, group=group).fill_(1.0)
     b = torch.ones(8, 4)
     for schedule in ("growing", "growing:pull"):
         a = whole[: rows[at.rank], :8]
         y = ficco.all_gather_matmul(a, b, rows=rows, schedule=schedule, group=group)
-        assert y.shape == (sum(rows), 4) and (y == 8).all()
+        assert y.shape == (4, 4) and (y == 8).all()
     leave(group)
 
 
-def test_slices_of_symmetric_memory_are_none_on_every_rank() -> None:
-    run(2, _slices_of_symmetric_memory)
-
-
-def _unfinished_collective(at: Rank) -> float:
-    """Seconds that it takes a rank to be rid of a group on which its peers let it down."""
+@on_ranks(2, timeout=25.0)
+def test_unfinished_collective_does_not_hold_the_process(at: Rank) -> None:
+    """The end of a library's group waits for its operations, inside the garbage collector, on a
+    rank that its peers have let down."""
     base = equal(at.world, 8, 8, 8)
     both = [base.on(schedule=name) for name in ("serial:collective", "growing")]
     group = everyone(at, *both * 2)
@@ -474,19 +437,12 @@ def _unfinished_collective(at: Rank) -> float:
         found = caught(lambda: call(both[at.rank], made.a, made.b, group))
     assert isinstance(found, Failure) and found.type == "RankMismatch", found
     leave(group)
-    seconds = 0.0
     if at.rank == 0:  # the peers still have theirs, whose connections stay open
         started = time.monotonic()
         del group
         gc.collect()
-        seconds = time.monotonic() - started
+        assert time.monotonic() - started < 5
     at.barrier()
-    return seconds
-
-
-def test_unfinished_collective_does_not_hold_the_process() -> None:
-    """The end of a library's group waits for its operations, inside the garbage collector."""
-    assert max(run(2, _unfinished_collective)) < 5
 
 
 def _other_order(at: Rank) -> dict[str, Any]:
@@ -505,47 +461,10 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise MemoryError("64 GiB are not to be had")
 
 
-#: Whose functions run out of memory, by their names.
-OWNERS: dict[str, Any] = {
-    "row_major": calls,
-    "allocate": calls.ProductCall,
-    "execute": workspace,
-    "keep": Workspace,
-}
-
-
-def _short_of_memory(at: Rank, case: Case, warm: bool, what: str) -> dict[str, Any]:
-    group = everyone(at, *[case] * 3 * warm)
-    made = make(at, case, 4, group)
-
-    def short() -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            if at.rank == 1:
-                patch.setattr(OWNERS[what], what, refuse)
-            return call(case, made.a, made.b, group)
-
-    return seen(group, short, lambda: call(case, made.a, made.b, group), 10 * PATIENCE_S)
-
-
-@pytest.mark.parametrize(
-    ("what", "warm"), [*((what, False) for what in OWNERS), ("allocate", True), ("execute", True)]
-)
-def test_a_rank_without_memory_tells_its_peers(what: str, warm: bool) -> None:
-    """At once: none of them waits for as long as a call may take."""
-    other, odd = run(2, _short_of_memory, equal(2, 8, 8, 8, schedule="growing"), warm, what)
-    assert odd["first"].type == "MemoryError"
-    # One that has not agreed to the call yet may be right: all may say so.
-    agreed = what in ("execute", "keep")
-    assert other["first"].type == ("PeerFailed" if agreed else "RankMismatch"), other["first"]
-    told = other["first"].fields["reasons" if agreed else "values"][1]
-    assert told == "MemoryError: 64 GiB are not to be had"
-    assert other["waited"] < AT_ONCE_S + SLACK_S
-    assert other["again"] and odd["again"]
-    assert odd["waited_again"] < AT_ONCE_S + SLACK_S
-
-
-def _operands_behind_an_error(at: Rank) -> list[bool]:
-    """Whether operands are still there behind calls that failed, and behind those refused since."""
+@on_ranks(2)
+def test_an_error_that_is_remembered_does_not_keep_the_operands(at: Rank) -> None:
+    """Operands of the call that failed and of those refused since; nor does the error grow by the
+    frames of every call that is refused for it."""
     case = equal(at.world, 8, 8, 8, schedule="growing")
     group = everyone(at, case)
 
@@ -553,35 +472,25 @@ def _operands_behind_an_error(at: Rank) -> list[bool]:
         raise BackendError("hipMalloc", "hipErrorOutOfMemory", "no memory")
 
     there = []
-    collecting = gc.isenabled()
     with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=PATIENCE_S):
         if at.rank == 1:
             patch.setattr(workspace, "execute", refuse)
-        try:
-            for iteration in (1, 2, 3):
-                made = make(at, case, iteration, group)
-                left = weakref.ref(made.a)
-                gc.collect()
-                gc.disable()
+        for iteration in (1, 2, 3):
+            made = make(at, case, iteration, group)
+            left = weakref.ref(made.a)
+            gc.collect()
+            gc.disable()
+            try:
                 outcome = caught(partial(call, case, made.a, made.b, group))
                 del made
                 assert isinstance(outcome, Failure)
                 there.append(left() is not None)
-                gc.enable()
-        finally:
-            if collecting:
+            finally:
                 gc.enable()
     at.barrier()
     leave(group)
-    return there
-
-
-def test_an_error_that_is_remembered_does_not_keep_the_operands() -> None:
-    """Nor does it grow by the frames of every call that is refused for it."""
-    here, there = run(2, _operands_behind_an_error)
-    assert there == [False] * 3
     # The CPU engine's own error of a call that was under way goes with the next collection.
-    assert here[1:] == [False] * 2
+    assert there[1 - at.rank :] == [False] * (2 + at.rank), there
 
 
 #: What a call that goes by columns is refused: whose function it is, its name, and which call of
@@ -650,16 +559,16 @@ PLACES: dict[str, tuple[Any, str]] = {
     "collective": (LibraryExchange, "starts"),
     "memory": (Workspace, "slot"),
     "operations": (workspace, "compile"),
+    "cache": (Workspace, "keep"),
 }
-ERRORS: dict[str, Callable[[], BaseException]] = {
-    "BackendError": lambda: ficco.BackendError("memmove", "EFAULT", "bad\nand more"),
-    "MemoryError": lambda: MemoryError("64 GiB\nand more"),
-    "KeyboardInterrupt": KeyboardInterrupt,
-}
-FIRST_LINES = {
-    "BackendError": "BackendError: memmove failed with EFAULT: bad",
-    "MemoryError": "MemoryError: 64 GiB",
-    "KeyboardInterrupt": "KeyboardInterrupt",
+#: Errors, and what their peers are told of them.
+ERRORS: dict[str, tuple[Callable[[], BaseException], str]] = {
+    "BackendError": (
+        lambda: ficco.BackendError("memmove", "EFAULT", "bad\nand more"),
+        "BackendError: memmove failed with EFAULT: bad",
+    ),
+    "MemoryError": (lambda: MemoryError("64 GiB\nand more"), "MemoryError: 64 GiB"),
+    "KeyboardInterrupt": (KeyboardInterrupt, "KeyboardInterrupt"),
 }
 
 
@@ -673,7 +582,7 @@ def _fails_alone(
 
     def fail(*_: Any, **__: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
-        raise ERRORS[kind]()
+        raise ERRORS[kind][0]()
 
     with pytest.MonkeyPatch.context() as patch:
         if at.rank == victim:
@@ -694,10 +603,11 @@ def test_a_rank_that_fails_alone_is_named_at_once(place: str) -> None:
     schedules = ["serial:collective"] if place == "collective" else schedules
     cases = []
     for turn, (schedule, kind) in enumerate(product(schedules, ERRORS)):
-        warm = turn % 2 == 0 and place != "operations"  # which are there in a warm call
+        warm = turn % 2 == 0 and place not in ("operations", "cache")  # there in a warm call
         cases.append((schedule, place, kind, warm, (turn + turn // 3) % 3))
     for case, *found in zip(cases, *run(3, _all_fail_alone, cases), strict=True):
         *_, kind, _, victim = case
+        told = ERRORS[kind][1]
         for rank, mine in enumerate(found):
             text = f"{case}, rank {rank}: {mine}"
             assert mine["waited"] < AT_ONCE_S + SLACK_S, text
@@ -706,21 +616,32 @@ def test_a_rank_that_fails_alone_is_named_at_once(place: str) -> None:
             if rank == victim:  # it has its own error, and its group is lost
                 assert mine["first"] and mine["first"].type == kind, text
                 assert mine["again"].type == (kind if kind == "BackendError" else "FiccoError")
-                assert FIRST_LINES[kind].split(": ", 1)[-1] in mine["again"].text
+                assert told.split(": ", 1)[-1] in mine["again"].text
                 assert mine["in the caller"][0] == (place != "copy thread"), text
                 continue
             # A rank that had all it needed ends this call well, and fails in the next.
             error = mine["first"] or mine["again"]
             assert isinstance(error, Failure) and error.type == "PeerFailed", text
-            assert error.fields["reasons"] == {victim: FIRST_LINES[kind]}, text
-            assert f"rank {victim} failed: {FIRST_LINES[kind]}. " in error.text
+            assert error.fields["reasons"] == {victim: told}, text
+            assert f"rank {victim} failed: {told}. " in error.text
             assert "output of rank" in error.text and "ficco.close(group)" in error.text
             assert mine["again"].text == EARLIER * bool(mine["first"]) + error.text
         if place != "caller's thread":
             assert all(mine["first"] for mine in found), case
 
 
-def _one_refuses_and_all_close(at: Rank, schedule: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("schedule", "then"),
+    [
+        ("shrinking", ["right"] * 3),
+        # The library would take what the peers sent before for data of the next call.
+        ("serial:collective", ["FiccoError", "RankMismatch", "FiccoError"]),
+    ],
+)
+@on_ranks(3, timeout=25.0)
+def test_a_closed_group_never_takes_data_of_a_call_that_was_broken_off(
+    at: Rank, schedule: str, then: list[str]
+) -> None:
     """Rank 1 refuses a call, and the group is used again as the error says."""
     case = equal(at.world, 8, 8, 8, schedule=schedule)
     group = everyone(at, *[case] * 3)
@@ -736,26 +657,12 @@ def _one_refuses_and_all_close(at: Rank, schedule: str) -> list[str]:
             dist.barrier()
             ficco.close(group)
     dist.destroy_process_group(group)
-    return [one.type if isinstance(one, Failure) else "right" for one in found]
+    kinds = [one.type if isinstance(one, Failure) else "right" for one in found]
+    assert kinds == ["MemoryError" if at.rank == 1 else "RankMismatch", then[at.rank], "right"]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "then"),
-    [
-        ("shrinking", ["right"] * 3),
-        # The library would take what the peers sent before for data of the next call.
-        ("serial:collective", ["FiccoError", "RankMismatch", "FiccoError"]),
-    ],
-)
-def test_a_closed_group_never_takes_data_of_a_call_that_was_broken_off(
-    schedule: str, then: list[str]
-) -> None:
-    found = run(3, _one_refuses_and_all_close, schedule)
-    first = ["RankMismatch", "MemoryError", "RankMismatch"]
-    assert found == [[one, two, "right"] for one, two in zip(first, then, strict=True)]
-
-
-def _late_in_between(at: Rank) -> list[tuple[Any, float]]:
+@on_ranks(3, timeout=25.0)
+def test_what_a_watchdog_tells_while_a_call_begins_is_not_lost(at: Rank) -> None:
     """A watchdog finds that an earlier call is stuck just before the next is written down."""
     case = equal(at.world, 8, 8, 8)
     group = everyone(at, *[case] * 3)
@@ -774,14 +681,8 @@ def _late_in_between(at: Rank) -> list[tuple[Any, float]]:
             patch.setattr(calls.ProductCall, "allocate", fail)
         found = [timed(lambda: call(case, made.a, made.b, group)) for _ in range(2)]
     leave(group)
-    return found
-
-
-def test_what_a_watchdog_tells_while_a_call_begins_is_not_lost() -> None:
-    found = run(3, _late_in_between)
-    for rank, outcomes in enumerate(found):
-        assert outcomes[1][0].type == ("SignalTimeout" if rank == 1 else "PeerFailed"), outcomes
-        assert sum(seconds for _, seconds in outcomes) < LATE_S + SLACK_S
+    assert found[1][0].type == ("SignalTimeout" if at.rank == 1 else "PeerFailed"), found
+    assert sum(seconds for _, seconds in found) < LATE_S + SLACK_S
 
 
 def _gives_up(at: Rank, case: Case, warm: bool) -> list[tuple[Any, float]]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import equal, exact
-from ranks import Rank, gave_up, leave, run
+from ranks import Rank, gave_up, leave, on_ranks, run
 from test_faults import everyone, timed
 
 import ficco
@@ -69,7 +69,8 @@ def test_a_backend_that_does_not_say_its_limit() -> None:
     assert limit_of(lacking, CPU) == limit_of(without, CPU) == DEFAULT_S
 
 
-def _limits(at: Rank) -> list[float]:
+@on_ranks(2)
+def test_a_call_waits_as_long_as_its_group_unless_options_say_otherwise(at: Rank) -> None:
     """Of a group that was made with a limit, without one, and of calls whose options set one."""
     found = []
     for timeout, asked in ((timedelta(seconds=77), None), (None, None), (None, 5.0)):
@@ -80,29 +81,20 @@ def _limits(at: Rank) -> list[float]:
             (workspace,) = workspaces(group)
             found.append(workspace.engine.timeout_s)
         leave(group)
-    return found
+    assert found == [77.0, 77.0, 1800.0, 1800.0, 5.0, 6.0]
 
 
-def test_a_call_waits_as_long_as_its_group_unless_options_say_otherwise() -> None:
-    assert run(2, _limits) == [[77.0] * 2 + [1800.0] * 2 + [5.0, 6.0]] * 2
-
-
-def _absent(at: Rank) -> Any:
+@on_ranks(2)
+def test_the_limit_of_the_group_ends_a_call(at: Rank) -> None:
     group = dist.new_group(list(range(at.world)), timeout=timedelta(seconds=1))
     exact(at, equal(at.world, 4, 4, 4), 0, group)
     at.barrier()
-    found = None
     if at.rank == 0:
-        found = timed(lambda: exact(at, equal(at.world, 4, 4, 4), 1, group))
+        outcome, seconds = timed(lambda: exact(at, equal(at.world, 4, 4, 4), 1, group))
+        (facts,) = gave_up(outcome)
+        assert facts["peer"] == 1 and 1.0 <= seconds < 6.0
     at.barrier()
     leave(group)
-    return found
-
-
-def test_the_limit_of_the_group_ends_a_call() -> None:
-    outcome, seconds = run(2, _absent)[0]
-    (facts,) = gave_up(outcome)
-    assert facts["peer"] == 1 and 1.0 <= seconds < 6.0
 
 
 # A rank that is late: every place that waits says so.

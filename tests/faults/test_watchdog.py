@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -101,16 +102,11 @@ def watch() -> Iterator[Watch]:
     dogs: list[Watchdog] = []
 
     def start(
-        running: int = 7,
-        ending: bool = False,
-        error: RankMismatch | None = None,
-        schedule: str = "growing",
-        timeout_s: float = TIMEOUT_S,
-        on_timeout: str = "raise",
+        running: int = 7, ending: bool = False, error: RankMismatch | None = None, **more: Any
     ) -> Workspace:
-        workspace = Workspace(running, ending, error, schedule)
+        workspace = Workspace(running, ending, error, more.pop("schedule", "growing"))
         dog = Watchdog(workspace)  # type: ignore[arg-type]
-        dog.timeout_s, dog.on_timeout = timeout_s, on_timeout
+        vars(dog).update({"timeout_s": TIMEOUT_S, "on_timeout": "raise"} | more)
         dogs.append(dog)
         return workspace
 
@@ -169,6 +165,8 @@ def test_the_end_of_the_process_that_is_waited_for_is_seen_at_once(
         # A rank that does not answer is named in place of one that waits for it.
         ("growing", [2], 2, None, STEP),
         ("growing", [2, 1], 1, 1, STEP),
+        # A program that is forgotten is still timed.
+        ("unknown", [], None, None, "unknown"),
     ],
 )
 def test_a_stuck_call_is_named_and_released(
@@ -176,12 +174,14 @@ def test_a_stuck_call_is_named_and_released(
     capfd: pytest.CaptureFixture[str],
     schedule: str,
     stopped: list[int],
-    peer: int,
+    peer: int | None,
     wanted: int | None,
     step: str,
 ) -> None:
-    workspace = watch(schedule=schedule)
+    workspace = watch(schedule="growing" if schedule == "unknown" else schedule)
     workspace.board.stopped = stopped
+    if schedule == "unknown":
+        workspace.slots[0].programs.clear()
     waited = until(workspace, 10 * TIMEOUT_S)
     error = workspace.error
     assert isinstance(error, SignalTimeout) and not error.ended
@@ -192,16 +192,6 @@ def test_a_stuck_call_is_named_and_released(
     assert soon(lambda: workspace.engine.times >= 3)  # with the calls that come after it
     assert workspace.engine.released == workspace.slots
     assert str(error) in capfd.readouterr().err
-
-
-def test_a_program_that_is_forgotten_is_still_timed(watch: Watch) -> None:
-    workspace = watch()
-    workspace.slots[0].programs.clear()
-    until(workspace, 10 * TIMEOUT_S)
-    error = workspace.error
-    assert isinstance(error, SignalTimeout)
-    assert (error.peer, error.step, error.schedule) == (None, "unknown", "unknown")
-    assert soon(lambda: workspace.engine.times)
 
 
 def test_a_call_that_lasts_is_logged_while_it_is_waited_for(

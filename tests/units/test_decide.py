@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import Failure, Rank, caught, leave, run
+from cases import own_group
+from ranks import Failure, Rank, caught, on_ranks
 from test_model import BY, MACHINE, PROBLEM, problem
 
 import ficco
@@ -42,7 +42,7 @@ from ficco.machine import (
 )
 from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.workspace import workspaces
-from ficco.schedules import NAMED, Schedule, refusal, same_plans
+from ficco.schedules import NAMED, Schedule
 from ficco.simulate import predict
 from ficco.tools import cli
 
@@ -119,33 +119,6 @@ def test_a_tuned_entry_is_of_its_operator_and_its_blocks() -> None:
     assert loads(dumps(machine)).tuned == machine.tuned
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("name", ["h200-4", "mi300x-8", "cpu"])
-def test_nothing_is_taken_that_is_predicted_to_lose_to_serial(name: str, operator: str) -> None:
-    machine = find(name, None)
-    mode, taken = "idle" if name == "cpu" else "eager", set()
-    for m, n, k in ((1024, 4096, 1024), (16384, 8192, 8192)):
-        asked = problem_of_sizes(
-            operator, m, n, k, "float32" if name == "cpu" else "bfloat16", machine.ranks
-        )
-        decision = decide(asked, machine=machine, mode=mode)
-        assert decision.source == "model" and refusal(asked, decision.schedule) == ""
-        taken.add(is_serial(decision.schedule))
-        if is_serial(decision.schedule):
-            continue
-        modes = ("idle",) if mode == "idle" else ("queued", "idle")
-        seconds = {
-            name: {one: predict(asked, Schedule.parse(name), machine, one) for one in modes}
-            for name in (*SERIALS, *(one.schedule for one in decision.candidates))
-        }
-        best = {one: min(found[one] for found in seconds.values()) for one in modes}
-        # The form of serial that would be taken: neither may be the best in both modes.
-        serial = min(SERIALS, key=lambda name: max(seconds[name][one] / best[one] for one in modes))
-        gains = [seconds[serial][o] / seconds[str(decision.schedule)][o] - 1 for o in modes]
-        assert min(gains) >= -machine.margin and max(gains) >= machine.margin, (asked, gains)
-    assert False in taken or name == "cpu" or operator == "all_to_all_matmul"
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -213,8 +186,6 @@ def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
     assert nearest(Fingerprint("abacus", 4)) is None
 
 
-# The same everywhere.
-
 _ASK = """
 from ficco.heuristics import decide
 from ficco.machine import find
@@ -237,9 +208,6 @@ def test_every_process_decides_alike(capsys: pytest.CaptureFixture[str]) -> None
     exec(_ASK, {})
     assert done.stdout == capsys.readouterr().out
     assert done.stdout.count("(model: ") == 6
-
-
-# Explain.
 
 
 def test_explain_shows_what_was_compared() -> None:
@@ -375,14 +343,11 @@ def test_the_command_measures_what_it_predicts(
 def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     two = ["--world", "2"]
     for more, said in (
-        (["--machine", "abacus"], "abacus"),
-        (["--schedule", "slowing"], "serial, shard-overlap"),
         (["--schedule", "ring"], "operators that sum"),
         (["--world", "0"], "world >= 1"),
         (["--world", str(10**20)], "--world: required at most 1024 ranks, got 1000000"),
         (["--seconds", "3"], "--measure"),
         (["--measure", "--seconds", "-3"], "above 0 and at most 604800, got -3"),
-        (["--draw", "picture"], "--draw: required a file with one of the suffixes"),
         (["--operator", "matmul"], "--operator: required one of all_gather_matmul, "),
         ([*two, "--rows", "1,2"], "--rows: required the sum 8192"),
         ([*two, "--rows", "²,2"], "--rows: required whole numbers"),
@@ -435,15 +400,6 @@ def test_one_function_says_how_a_machine_sees_so_many_ranks(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("sizes", [(64, 40, 24), (1000, 896, 1024), (16384, 8, 5120)])
-@pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_two_ranks_compare_each_plan_once(operator: str, sizes: tuple[int, int, int]) -> None:
-    """What is equal for a large problem is equal for others, and what differs differs."""
-    problem = problem_of_sizes(operator, *sizes, "bfloat16", 2)
-    compared = candidates(problem, None, ALL_OFFERS)
-    assert len(compared) > 5 and set(same_plans(problem, compared).values()) == set(compared)
-
-
 def test_a_narrow_table_leaves_out_columns_and_no_names(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,12 +418,10 @@ def test_a_narrow_table_leaves_out_columns_and_no_names(
         assert {len(line) for line in figures} == {2}  # one unit, and as many decimals
         for column in zip(*figures, strict=True):
             assert len({(len(decimals), unit) for decimals, unit in column}) == 1
-        (chosen,) = (line for line in lines if line.startswith("* "))
-        assert chosen.split()[1] == str(decision.schedule)
+        assert any(line.startswith(f"* {decision.schedule} ") for line in lines)
         names = [line[2:].split()[0] for line in lines[1 : 1 + len(decision.candidates)]]
         assert names == [one.schedule for one in decision.candidates]
         assert ("left out" in lines[-1]) == (width < 120)
-    assert all(head in text for head in ("queued", "of ideal", "DIL gemm", "CIL", "memory"))
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -551,71 +505,53 @@ def test_the_model_takes_tiles_that_wait_where_they_were_measured() -> None:
 # On ranks.
 
 
-def _calls(at: Rank, *asked: tuple[list[str | None], str]) -> list[object]:
-    """Calls of ranks with a machine each, on groups of their own."""
-    a, b = torch.full((8, 16), float(at.rank + 1)), torch.ones(16, 8)
-
-    def call(machine: str | None, schedule: str, group: Any) -> float:
-        with ficco.options(machine=machine, timeout_s=10.0):
-            return float(ficco.all_gather_matmul(a, b, schedule=schedule, group=group).sum())
-
-    found = []
-    for machines, schedule in asked:
-        group = dist.new_group(backend="gloo")
-        found.append(caught(partial(call, machines[at.rank], schedule, group)))
-        leave(group)
-    return found
-
-
-def _taken(at: Rank, machines: list[str]) -> list[str]:
-    """What calls take, machine by machine and once more without one, on a group of their own."""
-    group = dist.new_group(backend="gloo")
-    a, b = torch.ones(8, 16), torch.ones(16, 8)
-    for machine in (*machines, None, *machines):
-        with ficco.options(machine=machine, timeout_s=10.0):
-            ficco.all_gather_matmul(a, b, group=group)
-    (workspace,) = workspaces(group)
-    taken = [bound.plan.schedule for bound in workspace.programs.values()]
-    leave(group)
-    return taken
-
-
-def test_every_machine_decides_for_itself(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_every_machine_decides_for_itself(at: Rank, tmp_path: Path) -> None:
+    """The second time nothing is decided: it is the same call."""
     entry = replace(TUNED, rows=(8, 8), n=8, k=16, dtype="float32")
-    names = []
-    for schedule in ("shrinking:tail=2", "growing:pieces=2"):
-        machine = replace(MACHINE, ranks=2, tuned=(replace(entry, idle=schedule),))
-        names.append(str(tmp_path / f"{len(names)}.yaml"))
-        save(machine, names[-1])
-    # The second time nothing is decided: it is the same call.
-    assert run(2, _taken, names) == [["shrinking:tail=2", "growing:pieces=2", "growing"]] * 2
+    machines = [
+        replace(MACHINE, ranks=2, tuned=(replace(entry, idle=schedule),))
+        for schedule in ("shrinking:tail=2", "growing:pieces=2")
+    ]
+    paths = [str(tmp_path / f"{at.rank} {turn}.yaml") for turn in range(2)]
+    for machine, path in zip(machines, paths, strict=True):
+        save(machine, path)
+    with own_group(at) as group:
+        for name in (*paths, None, *paths):
+            with ficco.options(machine=name, timeout_s=10.0):
+                ficco.all_gather_matmul(torch.ones(8, 16), torch.ones(16, 8), group=group)
+        (workspace,) = workspaces(group)
+        taken = [bound.plan.schedule for bound in workspace.programs.values()]
+    assert taken == ["shrinking:tail=2", "growing:pieces=2", "growing"]
 
 
-def test_ranks_with_other_machine_files_find_out_before_they_enqueue(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_ranks_with_other_machine_files_find_out_before_they_enqueue(
+    at: Rank, tmp_path: Path
+) -> None:
     machine = replace(MACHINE, ranks=2)
     other = replace(machine, margin=0.5)
-    files = {"one": machine, "two": other, "same": machine}
-    paths: dict[str, Any] = {name: str(tmp_path / f"{name}.yaml") for name in (*files, "half")}
-    for name, content in files.items():
-        save(content, paths[name])
-    Path(paths["half"]).write_text("name: [")
-    one, two, same, half = paths.values()
-    asked = (
-        ([one, same], "auto"), ([one, two], "auto"), ([one, two], "growing"),
-        ([one, half], "auto"), (["nowhere", "nowhere"], "auto"), ([None, None], "auto"),
-    )  # fmt: skip
-    ended: Any = run(2, _calls, *asked)
-    for (right, *mismatches, damaged, nowhere, again), rank in zip(ended, (0, 1), strict=True):
-        assert right == again == 8 * 8 * 16 * 3.0
-        for failure in mismatches:
-            assert isinstance(failure, Failure) and failure.type == "RankMismatch", failure
-            values = failure.fields["values"]
-            assert f"machine toy ({digest(machine):010x})" in values[0]
-            assert f"machine toy ({digest(other):010x})" in values[1]
-            assert "machine file" in failure.text
-        assert damaged.type == ("RankMismatch", "ConfigError")[rank]
-        assert "half.yaml" in damaged.text
-        assert nowhere.type == "ConfigError" and "nowhere" in nowhere.text
+    path = str(tmp_path / f"{at.rank}.yaml")
+
+    def outcome(contents: tuple[str, str], schedule: str = "auto") -> Any:
+        """Of a call on a group of its own, with a file of such contents on each rank."""
+        Path(path).write_text(contents[at.rank])
+        with own_group(at) as group, ficco.options(machine=path, timeout_s=10.0):
+            a, b = torch.full((8, 16), float(at.rank + 1)), torch.ones(16, 8)
+            return caught(partial(ficco.all_gather_matmul, a, b, schedule=schedule, group=group))
+
+    one, two = dumps(machine), dumps(other)
+    for schedule in ("auto", "growing"):
+        failure = outcome((one, two), schedule)
+        assert isinstance(failure, Failure) and failure.type == "RankMismatch", failure
+        values = failure.fields["values"]
+        assert f"machine toy ({digest(machine):010x})" in values[0]
+        assert f"machine toy ({digest(other):010x})" in values[1]
+        assert "machine file" in failure.text
+    damaged = outcome((one, "name: ["))
+    assert damaged.type == ("RankMismatch", "ConfigError")[at.rank]
+    assert "1.yaml" in damaged.text
+    assert outcome((one, one)).sum() == 8 * 8 * 16 * 3.0
 
 
 # Rows that are not equal: all ranks are simulated, so that few schedules are.

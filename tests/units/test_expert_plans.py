@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
-from random import Random
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,12 @@ from edits import Edit, change, down, edited, idle, refused
 import ficco
 from ficco.compute.buffers import Buffers
 from ficco.compute.program import Call, Filled, Program
-from ficco.compute.ragged_blocks import grouped, moves, spans
+from ficco.compute.ragged_blocks import moves
 from ficco.heuristics import decide
 from ficco.heuristics.families import EXPERTS, FAMILIES
 from ficco.heuristics.model import TIE
 from ficco.machine import find
-from ficco.plan import Plan, Region, Transfer, render
+from ficco.plan import Plan, Region, Transfer
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer, block_starts
 from ficco.problems.products import Problem
 from ficco.proof import check
@@ -58,102 +57,18 @@ def test_they_are_proven(world: int) -> None:
                 check(planned(layer(operator, world, 1 + (world + turn) % 3, **ways), name))
 
 
-def bars_of(asked: ExpertLayer, name: str = "shard-overlap", rank: int = 0) -> list[Any]:
-    """What a rank does when, simulated."""
-    return list(simulate(planned(asked, name), MACHINE).ranks[rank])
-
-
 def seconds_of(asked: ExpertLayer, mode: str = "", machine: Any = MACHINE) -> dict[str, float]:
     """By schedule that is compared, how long the layer takes."""
     plans = {name: planned(asked, name) for name in EXPERTS.compared}
     return {name: simulate(some, machine, mode or "queued").stop_s for name, some in plans.items()}
 
 
-def test_rows_leave_before_the_last_ones_arrive() -> None:
-    asked = layer(capacity=2048, k=8192, h=1024, n=8192)
-    bars = bars_of(asked)
-    assert "compute0 |" in render(planned(asked)[0])
-    backs = [bar.start_s for bar in bars if bar.label.startswith("returned")]
-    assert min(backs) < max(bar.start_s for bar in bars if bar.label == "3.0")
-    serial = simulate(planned(asked, "serial"), MACHINE).stop_s
-    assert simulate(planned(asked), MACHINE).stop_s < 0.8 * serial
-
-
-def test_rows_leave_before_all_tokens_are_in_their_rows() -> None:
-    for gathers in (False, True):
-        asked = layer(experts=8, capacity=4096, k=4096, n=4096, indexed=True, gathers=gathers)
-        for name in ("uniform-fused-1d:pieces=4", "hetero-fused-1d:pieces=2", "growing"):
-            bars = bars_of(asked, name, rank=2)
-            first = min(bar.start_s for bar in bars if bar.kind == "copy")
-            ends = [bar.stop_s for bar in bars if bar.label.startswith("leaving")]
-            if gathers and name == "growing":  # one piece, that goes to all
-                assert ends == [first]
-            else:
-                assert min(ends) <= first < 0.6 * max(ends)
-
-
-def test_rows_come_home_while_later_ones_are_multiplied() -> None:
-    """Own rows, and those that are kept, are moved in the same turns."""
-    asked = layer(experts=8, capacity=512, k=4096, h=4096, n=4096, keeps=True)
-    for name in ("uniform-fused-1d:pieces=4", "uniform-fused-1d:pieces=2,order=peer", "growing"):
-        bars = bars_of(asked, name)
-        homes = [bar for bar in bars if bar.label.endswith("home") and bar.kind == "place"]
-        last = max(bar.start_s for bar in bars if bar.kind == "matmul")
-        assert homes[0].stop_s < last < homes[-1].start_s
-    # Own rows are among those of others before any of these come.
-    bars = bars_of(asked, "uniform-fused-1d:pieces=4")
-    (own,) = (bar for bar in bars if bar.label == "own")
-    assert own.stop_s < min(bar.start_s for bar in bars if bar.kind == "matmul")
-
-
-@pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize("name", [*SCHEDULES, "uniform-fused-1d:pieces=2+1"])
-def test_exactly_the_rows_that_there_are_travel_and_are_multiplied(
-    name: str, gathers: bool
-) -> None:
-    """Some blocks are empty, and one rank has no rows at all."""
-    ranks, draw = range(3), Random(name)
-    of_all = 3 if gathers else 9
-    mine = [range(3)] * 3 if gathers else [range(3 * rank, 3 * rank + 3) for rank in ranks]
-    for capacity in (1, 7):
-        counts = [[draw.randint(0, capacity * some) for _ in range(of_all)] for some in (1, 0, 1)]
-        asked = layer(world=3, experts=3, capacity=capacity, h=16, gathers=gathers, exact=True)
-        came = [sum(row[expert] for row in counts for expert in mine[rank]) for rank in ranks]
-        room = {"staging": max(came), "staging out": max(map(sum, counts)) * (3 if gathers else 1)}
-        plans = planned(replace(asked, room=tuple(room.values())), name)
-        check(plans)
-        landed: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        for plan in plans:
-            at = Filled(block_starts(asked, np.array(counts)))
-            made = {"b": 0, "c": 0}
-            for one in (each for step in plan.steps for each in step.products):
-                first, last = spans(plan, one.a, one.batch, one.a_stride)(at)
-                made[one.b.buffer] += int((last - first).sum())
-                apart = {one.a_stride, one.a.rows, one.out_stride}
-                assert grouped(plan, one) == (one.batch > 1 and len(apart) == 1)
-            for transfer in (step.work for step in plan.steps):
-                if not isinstance(transfer, Transfer):
-                    continue
-                _, to, rows = moves(plan, transfer)(at)
-                assert (rows > 0).all()
-                landed.setdefault(transfer.dst[:2], []).extend(zip(to, to + rows, strict=True))
-            assert made == dict.fromkeys("bc", came[plan.rank])
-        for buffer, rows in room.items():
-            assert plans[0].buffer[buffer].nbytes(0) == rows * plans[0].shape(buffer)[1] * 2
-        assert all(("active", rank) in landed for rank in ranks if came[rank])
-        for (buffer, rank), places in landed.items():
-            places.sort()
-            count = sum(last - first for first, last in places)
-            assert all(one[1] <= two[0] for one, two in pairwise(places))
-            assert all(last <= room.get(buffer, last) for _, last in places)
-            if buffer == "out":  # without what is made there
-                assert count <= sum(counts[rank]) * (3 if gathers else 1)
-            if buffer == "active":
-                assert count == came[rank]
-                assert all(one[1] == two[0] for one, two in pairwise(places))
-            if buffer == "staging":
-                own = sum(counts[rank][expert] for expert in mine[rank])
-                assert count in (came[rank], came[rank] - own)
+def test_empty_blocks_are_not_copied() -> None:
+    asked = replace(layer(world=2, exact=True), room=(6, 6))
+    at = Filled(block_starts(asked, np.array([[0, 2, 0, 1], [0, 0, 3, 0]])))
+    works = [(plan, step.work) for plan in planned(asked) for step in plan.steps]
+    rows = [moves(plan, work)(at).rows for plan, work in works if isinstance(work, Transfer)]
+    assert any(map(len, rows)) and all((some > 0).all() for some in rows)
 
 
 def test_copies_read_what_the_library_returned_where_it_lies() -> None:
@@ -297,9 +212,6 @@ def test_what_is_not_served_is_refused() -> None:
             replace(layer(), **wrong)
     with pytest.raises(NotImplementedError, match="int8"):
         layer(dtype="int8")
-
-
-# Broken plans.
 
 
 #: Rank 1 multiplies the rows of rank 0 first.

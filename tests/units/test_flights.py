@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 
 from ficco.dma.watch import Flights
@@ -125,30 +122,3 @@ def test_events_are_used_again_and_asked_by_the_watchdog_alone() -> None:
         for _ in range(3):
             caller.call(number)
     assert len(made) == 6
-
-
-def test_a_watchdog_looks_on() -> None:
-    """From a thread of its own; what it sees is always a call that was begun."""
-    found, _ = flights()
-    caller, seen, stop = Caller(found, 1), set(), threading.Event()
-
-    def watch() -> None:
-        while not stop.is_set():
-            seen.add(found.look()[0])
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    number, end = 0, time.monotonic() + 20
-    while len(seen) < 20 and time.monotonic() < end:
-        number += 1
-        caller.call(number)
-        if number % 3 == 0:
-            caller.stream.done = caller.stream.given - 1
-        if number % 100 == 0:
-            time.sleep(1e-4)
-    stop.set()
-    thread.join()
-    assert len(seen) >= 20 and seen <= set(range(number + 1))
-    caller.stream.done = caller.stream.given
-    found.look()
-    assert found.idle()

@@ -65,9 +65,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-# Quantities.
-
-
 def test_quantities_are_read_and_printed() -> None:
     for text, unit, value in (
         ("1.276 ms", "s", 1.276e-3), ("0 s", "s", 0.0), ("2 MiB", "B", 2097152.0),
@@ -86,9 +83,6 @@ def test_quantities_are_read_and_printed() -> None:
 @given(st.sampled_from(list(files.PREFIXES)), st.floats(1e-15, 1e18))
 def test_printed_quantities_are_the_same_when_read(unit: str, value: float) -> None:
     assert files.quantity(files.quantity_text(value, unit), unit) == value
-
-
-# Round trips.
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
@@ -189,7 +183,6 @@ BANDWIDTH = "topology.bandwidth"
     ("text", "key", "expected"),
     [
         (without("ranks: 2"), "ranks", "is missing; required a number of at least 1"),
-        (without("bandwidth: 64 GB/s"), BANDWIDTH, "is missing; required a quantity"),
         (without("kind: mesh"), "topology.kind", "is missing; required one of mesh, switch"),
         (instead("engines:", "motors:"), "copies.motors", "is unknown; known here are engines,"),
         *(
@@ -197,10 +190,8 @@ BANDWIDTH = "topology.bandwidth"
             for value, expected in (
                 ("0", "a number of at least 1, got 0"),
                 ("1.5", "a whole number, got 1.5"),
-                ("two", "a number, got 'two'"),
                 ("true", "a number, got True"),
                 (".nan", "a number of at least 1, got nan"),
-                ("[2]", "a number, got [2]"),
                 ("", "a number, got None"),
             )
         ),
@@ -231,16 +222,12 @@ BANDWIDTH = "topology.bandwidth"
         (HEAD + "all_gather:\n  curve: []\n...", "all_gather.curve", "a list of points [B, s]"),
         (HEAD + CROSSED, "thresholds", "required high of at least low"),
         (HEAD + "topology: 5\n...", "topology", "required the keys of a topology, got 5"),
-        ("- a\n...", "file", "required the keys of a machine, got ['a']"),
-        ("a: b: c\n...", "line 1", "required YAML: "),
         ("a: [1\n...", "line 2", "required YAML: "),
         ("a: \0\n...", "file", "required YAML: "),
         ("a: !!python/object:os.system {}\n...", "line 1", "required YAML: "),
         ("[" * 100 + "\n...", "file", "required YAML: nested more than 20 deep"),
-        ("- " * 100 + "\n...", "file", "required YAML: nested more than 20 deep"),
         (TEXT.replace("ranks: 2", "ranks: 2\nranks: 2"), "line 4", "'ranks' is given twice"),
         ("", "file", "ends early: required the line '...' at its end"),
-        ("a: 1\n", "file", "ends early: required the line '...' at its end"),
         ("a: [1\n", "line 2", "it also ends early: required the line '...'"),
         (TEXT + TEXT, "line", "required YAML: "),
     ],
@@ -256,23 +243,17 @@ def test_a_damaged_file_says_where(text: str, key: str, expected: str, tmp_path:
     assert str(caught.value).startswith(f"{path}: {caught.value.key}: ")
 
 
-def test_a_file_that_is_nested_too_deep_or_cut_short_anywhere() -> None:
+def test_a_file_that_is_nested_too_deep_or_cut_short_or_cannot_be_read(tmp_path: Path) -> None:
     for opening in ("[", "- "):  # PyYAML 6.0.4 has a limit of its own, and its own words for it
         with pytest.raises(ConfigError, match="required YAML: .*nest"):
             loads(opening * 100000 + "\n...")
     for end in range(0, len(TEXT) - 2, 7):
         with pytest.raises(ConfigError):
             loads(TEXT[:end])
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="file: cannot be read: No such file"):
-        load(tmp_path / "none.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n...")
-    with pytest.raises(ConfigError, match="file: required text in UTF-8"):
-        load(tmp_path / "latin.yaml")
-    with pytest.raises(ConfigError, match="file: cannot be read"):
-        load(tmp_path)
+    for name, said in (("none", "cannot be read: No such"), ("latin", "required text in UTF-8")):
+        with pytest.raises(ConfigError, match=f"file: {said}"):
+            load(tmp_path / f"{name}.yaml")
 
 
 def test_what_a_file_may_hold() -> None:
@@ -436,9 +417,6 @@ def test_digests_are_of_facts() -> None:
     assert len({digest(replace(SMALL, **other)) for other in others}) == len(others)
 
 
-# Curves.
-
-
 def test_curves_are_straight_in_logarithms() -> None:
     curve = ((1.0, 10.0), (100.0, 1000.0), (200.0, 1000.0))
     for size, value in ((10.0, 100.0), (0.1, 10.0), (150.0, 1000.0), (1e9, 1000.0)):
@@ -482,19 +460,6 @@ def test_waves_the_parts_of_a_tile_and_memory_limits() -> None:
     # A product that adds itself reads what it adds to.
     adds, whole = (gemm.seconds(10, 10, 5, adds=adds) for adds in (True, False))
     assert adds - whole == pytest.approx(10 * 10 * 2 / 100)
-
-
-def test_the_best_tiles_and_splits_are_taken() -> None:
-    # 30 rows: three tiles of 10 in a wave of 4 s, or one of 30, of 12 s.
-    gemm = replace(WAVES, tile_rows=(10, 30))
-    assert gemm.seconds(30, 10, 5) == pytest.approx(1.0 + 4.0)
-    # 120 rows: three waves of the small, or one of the large; a prologue prefers the large.
-    assert replace(gemm, prologue=1.0).seconds(120, 10, 5) == pytest.approx(1.0 + 13.0)
-    # k is split while processors are idle. One tile: 4 seconds; in four parts 1 second, and 1 to
-    # join them. Two tiles have two processors each, three have one.
-    gemm = replace(WAVES, splits=(1, 2, 4), join=1.0)
-    for rows, seconds in ((10, 1.0 + 1.0), (20, 2.0 + 1.0), (30, 4.0)):
-        assert gemm.seconds(rows, 10, 5) == pytest.approx(1.0 + seconds)
 
 
 def test_other_dtypes_nothing_to_do_and_a_power_limit() -> None:

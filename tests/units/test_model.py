@@ -19,7 +19,6 @@ from ficco.heuristics import (
 )
 from ficco.heuristics.candidates import is_serial, on_mesh
 from ficco.heuristics.decide import held_bytes
-from ficco.heuristics.families import PRODUCTS
 from ficco.heuristics.model import Prediction, choose, copy_loss, gemm_loss, lacking
 from ficco.machine import (
     Collective,
@@ -34,7 +33,7 @@ from ficco.machine import (
     Topology,
 )
 from ficco.problems.products import OPERATORS, Problem
-from ficco.schedules import Schedule, plan, plans, refusal, same_plans
+from ficco.schedules import Schedule, plan, refusal, same_plans
 from ficco.simulate import predict
 
 BY = Provenance("assumed")
@@ -159,18 +158,6 @@ def test_candidates_are_what_the_device_serves_and_was_measured() -> None:
         assert any(one.mover == "kernel" for one in found) == served
 
 
-def test_what_comes_first_on_a_switch_and_copies_on_a_mesh() -> None:
-    even = dict.fromkeys(map(str, candidates(problem(8192, 4096, 4096, 4), MACHINE)), 1.0)
-    even["serial:collective"] = even["serial"] = 2.0
-    found = [Prediction(Schedule.parse(name), {"queued": s}) for name, s in even.items()]
-    assert str(choose(found, MACHINE, "queued").chosen.schedule) == "growing:compute=2"
-    assert on_mesh(MESH) and not on_mesh(MACHINE)
-    lanes = {str(one): one for one in candidates(problem(8192, 4096, 4096, 8), MESH)}
-    lanes = {name: one for name, one in lanes.items() if one.mover == "dma"}
-    assert lanes.pop("shard-overlap").copy == 1  # Async TP as it is
-    assert {(one.copy, one.order) for one in lanes.values()} == {(7, "piece")}
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("machine", [MESH, MACHINE, None], ids=["mesh", "switch", "unknown"])
 def test_every_operator_has_candidates_that_it_can_take(
@@ -188,6 +175,18 @@ def test_every_operator_has_candidates_that_it_can_take(
             plan(asked, one, 0)
     rings = [one for one in found if one.grouping == "ring"]
     assert bool(rings) is (asked.kind.sums and machine is not MESH)
+
+
+def test_what_comes_first_on_a_switch_and_copies_on_a_mesh() -> None:
+    even = dict.fromkeys(map(str, candidates(problem(8192, 4096, 4096, 4), MACHINE)), 1.0)
+    even["serial:collective"] = even["serial"] = 2.0
+    found = [Prediction(Schedule.parse(name), {"queued": s}) for name, s in even.items()]
+    assert str(choose(found, MACHINE, "queued").chosen.schedule) == "growing:compute=2"
+    assert on_mesh(MESH) and not on_mesh(MACHINE)
+    lanes = {str(one): one for one in candidates(problem(8192, 4096, 4096, 8), MESH)}
+    lanes = {name: one for name, one in lanes.items() if one.mover == "dma"}
+    assert lanes.pop("shard-overlap").copy == 1  # Async TP as it is
+    assert {(one.copy, one.order) for one in lanes.values()} == {(7, "piece")}
 
 
 # The rule.
@@ -346,36 +345,6 @@ def test_what_a_call_holds_of_each_operator() -> None:
         assert held_bytes(asked, 1, 100) == 2 * held + 100, operator
 
 
-def test_the_ideal_by_hand() -> None:
-    assert PRODUCTS.ideal(PROBLEM, MACHINE) == pytest.approx(4e-3)  # products
-    wide = problem(4096, 256, 4096)  # a quarter of a tile takes as long
-    assert PRODUCTS.ideal(wide, MACHINE) == pytest.approx(4e-3)
-    curve = ((1.0, RATE / 2), (2.0**40, RATE / 2))
-    slow = replace(MACHINE, copies=replace(MACHINE.copies, curve=curve), all_gather=None)
-    assert PRODUCTS.ideal(PROBLEM, slow) == pytest.approx(6e-3)  # three shards, one after the other
-    mesh = replace(slow, topology=Topology("mesh", RATE, BY))
-    assert PRODUCTS.ideal(PROBLEM, mesh) == pytest.approx(4e-3)  # each on a link of its own
-    # Of other operators: blocks of 8 MiB take 1 ms each, four tiles a block 4 ms, the collective
-    # 3 ms; sums do not count, however slow memory is.
-    forgetful = replace(MACHINE, memory=replace(MACHINE.memory, bandwidth=1e3))
-    for operator, k, expected in (
-        ("matmul_reduce_scatter", 4096, 16e-3),
-        ("matmul_reduce_scatter", 256, 3e-3),
-        ("matmul_all_reduce", 256, 6e-3),
-        ("matmul_all_to_all", 256, 3e-3),
-        ("all_to_all_matmul", 4096, 16e-3),
-        ("all_gather_transposed_matmul", 4096, 16e-3),
-        ("all_to_all_transposed_matmul", 4096, 16e-3),
-    ):
-        asked = problem_of_sizes(operator, 4096, 4096, k, "bfloat16", 4)
-        if asked.kind.blocks:  # a rank has a block of 8 MiB for every rank
-            asked = Problem.of_blocks(operator, [[1024] * 4] * 4, 4096, k, "bfloat16")
-        assert PRODUCTS.ideal(asked, forgetful) == pytest.approx(expected), operator
-
-
-# Products of float8 operands.
-
-
 def test_scaled_products_are_predicted_by_their_recipe() -> None:
     gemm, sizes = MACHINE.gemm, (8192, 4096, 4096)
     machine = replace(MACHINE, fp8_row=replace(gemm, peak=gemm.peak / 10))
@@ -399,7 +368,7 @@ def test_no_batch_of_scaled_products_is_predicted() -> None:
     late = replace(MACHINE, fp8_row=replace(MACHINE.gemm, start=1.0, launch=0.0))
     problem = problem_of_sizes("all_gather_matmul", 8192, 4096, 4096, "fp8-row", 4)
     schedule = Schedule.parse("uniform-fused-1d")
-    made = [step.products for step in plans(problem, schedule)[0].steps if step.products]
+    made = [step.products for step in plan(problem, schedule, 0).steps if step.products]
     products = sum(product.batch for some in made for product in some)
     assert products > len(made)
     assert predict(problem, schedule, late, "queued") == pytest.approx(products, rel=0.01)

@@ -19,14 +19,7 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal, same_plans
 from ficco.schedules.exchange import Parcel, Traffic
-from ficco.schedules.groups import (
-    Arrivals,
-    Departures,
-    cut,
-    peers_in_order,
-    siblings,
-    targets_in_order,
-)
+from ficco.schedules.groups import cut, peers_in_order, siblings, targets_in_order
 
 PIECES = st.one_of(
     st.integers(0, 9), st.lists(st.integers(1, 9), min_size=2, max_size=5).map(tuple)
@@ -156,75 +149,6 @@ def test_orders_of_peers(world: int) -> None:
         assert len(set(turn)) == world
 
 
-@pytest.mark.parametrize("schedule", ["serial", "growing", "hetero-unfused-2d", "uniform-fused-1d"])
-@pytest.mark.parametrize("operator", [name for name, kind in OPERATORS.items() if kind.scatters])
-def test_each_block_is_cut_once_and_leaves_before_the_own(operator: str, schedule: str) -> None:
-    problem = product(operator, (40, 0, 3, 17))
-    for rank in range(4):
-        leaving = Departures(problem, Schedule.parse(schedule), rank)
-        for peer in range(4):
-            units = leaving.of(peer)
-            bounds = [(unit.start, unit.stop) for unit in units]
-            size = problem.block(rank, peer)
-            length = 24 if schedule.endswith("2d") and size else size
-            assert [a for a, _ in bounds] == [0, *(b for _, b in bounds)][: len(bounds)]
-            assert (bounds[-1][1] if bounds else 0) == length
-            if peer != rank and leaving.own and units and not leaving.schedule.uniform:
-                assert units[-1].group < leaving.own[0].group
-
-
-def test_no_two_ranks_send_to_one_peer_at_a_time() -> None:
-    sent = []
-    for found in plans(gathers(8, "matmul_reduce_scatter"), NAMED["shard-overlap"]):
-        sent.append([move.dst.rank for step in found.steps if (move := step.copy)])
-    assert all(len(set(turn)) == 8 for turn in zip(*sent, strict=True))
-
-
-def gathers(world: int, operator: str = "all_gather_matmul") -> Problem:
-    return Problem(operator, (64,) * world, 32, 64, "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("operator", "world", "name", "rows"),
-    [
-        ("all_gather_matmul", 8, "growing", [64, 64, 128, 256]),
-        ("matmul_reduce_scatter", 8, "growing", [64, 128, 256, 64]),
-        ("all_gather_transposed_matmul", 8, "growing", [64, 64, 128, 256]),
-        ("all_gather_transposed_matmul", 8, "shrinking", [64, 256, 128, 64]),
-        ("all_gather_transposed_matmul", 4, "uniform-fused-2d", [256] * 4),
-    ],
-)
-def test_rows_that_lie_together_are_one_product(
-    operator: str, world: int, name: str, rows: list[int]
-) -> None:
-    for found in plans(gathers(world, operator), NAMED[name]):
-        products = [one for step in found.steps for one in step.products]
-        assert [one.a.rows for one in products] == rows
-        assert sum(step.label == "sum>out" for step in found.steps) <= 1
-
-
-def test_the_ring_adds_in_place_and_sends_to_its_neighbour_alone() -> None:
-    ring = Schedule.parse("ring:pieces=1,tail=1")
-    for found in plans(gathers(4, "matmul_all_reduce"), ring):
-        products = [p for step in found.steps for p in step.products]
-        assert [p.out.buffer for p in products] == ["partial", "staging", "staging", "out"]
-        assert [bin(p.terms).count("1") for p in products] == [0, 1, 2, 3]
-        on = [move for step in found.steps if (move := step.copy)][:3]
-        assert {move.dst.rank for move in on} == {(found.rank + 1) % 4}
-
-
-def test_the_tail_cuts_the_last_shard_and_the_sums_alone() -> None:
-    """So that what is left behind the last copy is short."""
-    schedule = Schedule.parse("shard-overlap:tail=4")
-    arrivals = Arrivals(gathers(4), schedule, 0)
-    sizes = [[unit.stop - unit.start for unit in group] for group in arrivals.by_group]
-    assert sizes == [[64], [64], [16], [16], [16], [16]]
-    (found, *_) = plans(gathers(4, "matmul_reduce_scatter"), schedule)
-    labels = [step.label for step in found.steps if step.op == "reduce"]
-    assert labels == ["sum 0", "sum 1", "sum 2", "sum 3"]
-    assert len([step for step in found.steps if step.op == "copy"]) == 3
-
-
 def test_with_one_peer_many_names_are_one_plan() -> None:
     names = ("growing", "shrinking:tail=2", "shard-overlap", "serial", "growing:compute=2")
     schedules = [Schedule.parse(name) for name in names]
@@ -273,26 +197,18 @@ def test_only_the_exchange_copies_between_ranks(
     assert exchanged
 
 
-def test_a_timeline_that_is_cut_has_a_mark() -> None:
-    problem = gathers(8, "all_gather_matmul")
-    for width in (20, 30, 40):
-        lines = render(plan(problem, NAMED["growing"], 3), width).splitlines()[2:]
-        assert any(".." in line for line in lines) and max(map(len, lines)) <= width
-
-
-LANES = ["compute0", "copy0", "reduce0", "sync"]
-
-
 @pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_all_reduce"])
 @pytest.mark.parametrize("name", NAMED)
 def test_timelines_keep_to_their_width(name: str, operator: str) -> None:
-    problem = gathers(8, operator)
+    problem = Problem(operator, (64,) * 8, 32, 64, "bfloat16")
     if refusal(problem, NAMED[name]):
         return
-    lanes = [lane for lane in LANES if lane != "reduce0" or problem.kind.scatters]
+    lanes = ["compute0", "copy0", *["reduce0"] * problem.kind.scatters, "sync"]
     if NAMED[name].sums_in_place:  # nothing is beside anything
         lanes = ["compute0", "sync"]
-    for width in (40, 60, 100):
+    for width in (20, 30, 40, 60, 100):
         lines = render(plan(problem, NAMED[name], 3), width).splitlines()[2:]
         assert max(map(len, lines)) <= width
         assert [line.split()[0] for line in lines] == lanes
+        if width < 60 and lanes != ["compute0", "sync"]:
+            assert any(".." in line for line in lines), "a cut has a mark"

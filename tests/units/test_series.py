@@ -24,9 +24,6 @@ CPU = torch.device("cpu")
 TWO: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
 
 
-# What is measured during what.
-
-
 def test_what_runs_in_the_background_goes_on_longer_than_what_is_in_front() -> None:
     for front, back, count in ((4.0, 4.0, 2), (4.0, 1.0, 8), (1.0, 9.0, 1)):
         assert calls_to_cover([front], [back]) == count

@@ -27,7 +27,6 @@ from ficco.plan import Plan, Product, Products, Reduction, Region, Signal, Step,
 from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.simulate import MODES, predict, simulate
-from ficco.simulate.events import UNFILLED
 from ficco.simulate.timeline import Bar, Timeline, dumps, loads, work
 from ficco.tools import cli
 from ficco.tools.bench import draw as drawing
@@ -123,44 +122,24 @@ def two(*steps: Step, problem: Problem | None = None) -> list[Plan]:
 TILES = replace(ONE, gemm=Gemm(1.0, 2, 10.0, 1.0, 0.0, float("inf"), GIVEN))
 
 
-def test_products_share_the_units_wave_by_wave() -> None:
-    def bars(*steps: Step) -> list[tuple[float, float]]:
-        return bars_of(simulate([own_plan(*steps)], TILES), 0, "matmul")
-
-    # Two waves of two tiles: 2 * (2 tiles * 2 * k operations) = 16 s, and 10 s between products.
-    assert bars(*[multiply("compute0", 3, k=2)] * 3) == [(0, 16), (16, 42), (42, 68)]
-    # Three tiles take two waves, 16 s, and one and a half of work, 12 s: the second begins between.
-    assert UNFILLED == 0.5
-    assert bars(*(multiply(f"compute{i}", 3, k=2) for i in range(2))) == [(0, 16), (0, 30)]
-    assert bars(*(multiply(f"compute{i}", 2, k=2) for i in range(3)))[-1][1] == 24
-    assert bars(multiply("compute0", 3, k=2, batch=3)) == [(0, 5 * 8)]
-
-
-def summing(latency: float) -> tuple[Machine, Step]:
-    """A machine with such a latency of sums, and a sum of 6 seconds after a plan's first step."""
-    machine = replace(
-        TILES, gemm=replace(TILES.gemm, launch=0.0), memory=Memory(1e9, 10.0, GIVEN, latency)
-    )
-    part = Region("staging", 0, 0, 5, 0, 1)  # 3 x 20 bytes at 10 a second
-    adds = Reduction((part, part), (1, 2), part)
-    return machine, Step(adds, "reduce0", "sum", after=(0,))
-
-
 def test_sums_take_turns_with_products() -> None:
-    machine, add = summing(0.0)
-    product = [multiply(f"compute{lane}", 2, k=2) for lane in (0, 1, 0)]
-    found = simulate([own_plan(*product, add)], machine)
-    assert bars_of(found, 0, "reduce") == [(8, 16 + 6)]  # behind the product that is served
-    assert [stop for _, stop in bars_of(found, 0, "matmul")] == [8, 16, 16 + 6 + 8]
-    # The next product of a lane comes before a sum of the one before.
-    machine, add = summing(1.0)
-    first, second = multiply("compute0", 2, k=2), multiply("compute0", 4, k=2)
-    found = simulate([own_plan(first, add, second)], machine)
-    assert bars_of(found, 0, "matmul") == [(0, 8), (8, 24)]
-    assert bars_of(found, 0, "reduce") == [(8, 24 + 6)]
-    # What waits for nobody but the sum comes behind it, a second after it could have begun.
-    found = simulate([own_plan(first, add, second._replace(after=(1,)))], machine)
-    assert bars_of(found, 0, "matmul") == [(0, 8), (15, 31)]
+    """A sum of 6 s comes behind the product that is served, but behind the next product of the lane
+    that it waits for, too, unless that product waits for the sum."""
+    part = Region("staging", 0, 0, 5, 0, 1)  # 3 x 20 bytes at 10 a second
+    add = Step(Reduction((part, part), (1, 2), part), "reduce0", "sum", after=(0,))
+    first, second = (multiply("compute0", rows, k=2) for rows in (2, 4))
+    three = [multiply(f"compute{lane}", 2, k=2) for lane in (0, 1, 0)]
+    for latency, steps, summed, multiplied in (
+        (0.0, (*three, add), 16 + 6, [8, 16, 16 + 6 + 8]),
+        (1.0, (first, add, second), 24 + 6, [8, 24]),
+        (1.0, (first, add, second._replace(after=(1,))), 9 + 6, [8, 9 + 6 + 16]),
+    ):
+        machine = replace(
+            TILES, gemm=replace(TILES.gemm, launch=0.0), memory=Memory(1e9, 10.0, GIVEN, latency)
+        )
+        found = simulate([own_plan(*steps)], machine)
+        assert bars_of(found, 0, "reduce") == [(8, summed)]
+        assert [stop for _, stop in bars_of(found, 0, "matmul")] == multiplied
 
 
 def test_of_two_products_that_can_begin_the_one_that_is_sent_is_the_last() -> None:
@@ -177,54 +156,6 @@ def test_of_two_products_that_can_begin_the_one_that_is_sent_is_the_last() -> No
     assert two_lanes > one_lane
 
 
-def test_a_collective_takes_its_own_curve_or_that_of_the_all_gather() -> None:
-    schedule = Schedule.parse("serial:collective")
-    for name, mine, nbytes in (
-        ("all_gather_matmul", "all_gather", 25 * 3 * 4),
-        ("matmul_reduce_scatter", "reduce_scatter", 25 * 7 * 4),
-        ("matmul_all_reduce", "all_reduce", 25 * 7 * 4),
-    ):
-        problem = Problem(name, (25,) * 4, n=7, k=3, dtype="float32")
-        fast = replace(flat(1e30, 1.0, 1.0, ranks=4), **{mine: Collective(((1.0, 8.0),), GIVEN)})
-        assert predict(problem, schedule, fast) == pytest.approx(8.0 * nbytes)
-        if mine != "all_gather":  # three blocks are received, and twice as much to sum and return
-            twice = 2 if problem.kind.returns else 1
-            found = predict(problem, schedule, replace(fast, **{mine: None}))
-            assert found == pytest.approx(twice * 3 * nbytes)
-            only = replace(fast, all_gather=None)
-            assert predict(problem, schedule, only) == pytest.approx(8.0 * nbytes)
-            with pytest.raises(ValueError, match="'all_gather'"):
-                predict(problem, schedule, replace(only, **{mine: None}))
-
-
-def test_an_all_to_all_takes_as_long_as_the_rank_with_most_to_send_or_receive() -> None:
-    machine, schedule = flat(1e30, 1.0, 1.0, ranks=3), Schedule.parse("serial:collective")
-    # Rank 0 keeps 50 rows and sends 3; rank 2 receives 11.
-    table = [[50, 1, 2], [0, 0, 9], [4, 1, 0]]
-    for name in (name for name, kind in OPERATORS.items() if kind.blocks):
-        width = 2 if OPERATORS[name].scatters else 5
-        problem = Problem.of_blocks(name, table, n=2, k=5, dtype="float32")
-        assert predict(problem, schedule, machine) == pytest.approx(11 * width * 4)
-        brought = [
-            sum(work(plan_, step)[1] for step in plan_.steps if step.op == "collective")
-            for plan_ in plans(problem, schedule)
-        ]
-        assert brought == [4 * width * 4, 2 * width * 4, 11 * width * 4]
-
-
-def test_a_copy_holds_its_queue_for_the_gap_and_is_seen_after_the_latency() -> None:
-    machine = replace(ONE, copies=Copies(9, 5.0, 2.0, ((1.0, 1.0),), GIVEN))
-    seen = Signal("ready", 0, 0, 0, 0)
-    plan_ = two(
-        send("copy0", 0, 1, 8, posts=(seen,)),
-        send("copy0", 0, 1, 4),
-        multiply("compute0", 1, waits=(seen,)),
-    )
-    found = simulate(plan_, machine)
-    assert bars_of(found, 0, "copy") == [(0, 10), (10, 16)]
-    assert bars_of(found, 0, "matmul") == [(13, 15)]
-
-
 def test_a_copy_in_front_of_a_product_is_seen_sooner() -> None:
     seen = Signal("ready", 0, 0, 0, 0)
     for lane, in_front, begin in (("compute0", 1.0, 9), ("copy0", 1.0, 13), ("compute0", None, 13)):
@@ -233,6 +164,10 @@ def test_a_copy_in_front_of_a_product_is_seen_sooner() -> None:
         made = two(copy, multiply("compute0", 1, waits=(seen,)))
         found = simulate(made, replace(ONE, kernel_copies=copies))
         assert bars_of(found, 0, "matmul") == [(begin, begin + 2)]
+    # Kernel copies have a curve of their own.
+    step = send("copy0", 0, 1, 8, mover="kernel")
+    for slow, taken in ((Copies(9, 0.0, 0.0, ((1.0, 0.5),), GIVEN), 16), (None, 8)):
+        assert simulate(two(step), replace(ONE, kernel_copies=slow)).stop_s == taken
 
 
 def on_ranks(*made: Plan) -> list[Plan]:
@@ -276,29 +211,47 @@ def test_products_and_copies_slow_each_other_down_while_both_run() -> None:
         assert bars_of(found, 0, "copy") == [(0, copied)]
 
 
-def test_serial_is_copies_then_the_product_and_overlap_hides_them() -> None:
-    problem = problem_of(*[16] * 4, n=5, k=1)  # copies of 64 bytes, products of 160 operations
-    fast = flat(1.0, 1.0, 1e12, ranks=4)  # what is placed takes no time to see
-    for name, taken in (
-        ("serial", 3 * 64 + 640), ("serial:collective", 3 * 64 + 640), ("shard-overlap", 640)
-    ):  # fmt: skip
-        assert seconds(problem, name, fast) == pytest.approx(taken)
-    # A mesh wants a copy lane per peer.
-    mesh, copies = replace(ONE, topology=Topology("mesh", 1.0, GIVEN)), replace(problem, n=0)
-    for name, taken in (("shard-overlap", 3 * 64), ("shard-overlap:copy=3", 64)):
-        assert seconds(copies, name, mesh) == taken
-    # Kernel copies have a curve of their own.
-    step = send("copy0", 0, 1, 8, mover="kernel")
-    for slow, taken in ((Copies(9, 0.0, 0.0, ((1.0, 0.5),), GIVEN), 16), (None, 8)):
-        assert simulate(two(step), replace(ONE, kernel_copies=slow)).stop_s == taken
-
-
 def test_the_collective_begins_when_the_last_rank_has_reached_it() -> None:
     problem = problem_of(4, 4)
     made = plans(problem, Schedule.parse("serial:collective"))
     late = own_plan(multiply("compute0", 50), *made[0].steps, problem=problem)
     found = simulate([late, made[1]], ONE)
     assert [bars_of(found, rank, "collective")[0][1] for rank in (0, 1)] == [116, 116]
+
+
+def test_a_collective_takes_its_own_curve_or_that_of_the_all_gather() -> None:
+    schedule = Schedule.parse("serial:collective")
+    for name, mine, nbytes in (
+        ("all_gather_matmul", "all_gather", 25 * 3 * 4),
+        ("matmul_reduce_scatter", "reduce_scatter", 25 * 7 * 4),
+        ("matmul_all_reduce", "all_reduce", 25 * 7 * 4),
+    ):
+        problem = Problem(name, (25,) * 4, n=7, k=3, dtype="float32")
+        fast = replace(flat(1e30, 1.0, 1.0, ranks=4), **{mine: Collective(((1.0, 8.0),), GIVEN)})
+        assert predict(problem, schedule, fast) == pytest.approx(8.0 * nbytes)
+        if mine != "all_gather":  # three blocks are received, and twice as much to sum and return
+            twice = 2 if problem.kind.returns else 1
+            found = predict(problem, schedule, replace(fast, **{mine: None}))
+            assert found == pytest.approx(twice * 3 * nbytes)
+            only = replace(fast, all_gather=None)
+            assert predict(problem, schedule, only) == pytest.approx(8.0 * nbytes)
+            with pytest.raises(ValueError, match="'all_gather'"):
+                predict(problem, schedule, replace(only, **{mine: None}))
+
+
+def test_an_all_to_all_takes_as_long_as_the_rank_with_most_to_send_or_receive() -> None:
+    machine, schedule = flat(1e30, 1.0, 1.0, ranks=3), Schedule.parse("serial:collective")
+    # Rank 0 keeps 50 rows and sends 3; rank 2 receives 11.
+    table = [[50, 1, 2], [0, 0, 9], [4, 1, 0]]
+    for name in (name for name, kind in OPERATORS.items() if kind.blocks):
+        width = 2 if OPERATORS[name].scatters else 5
+        problem = Problem.of_blocks(name, table, n=2, k=5, dtype="float32")
+        assert predict(problem, schedule, machine) == pytest.approx(11 * width * 4)
+        brought = [
+            sum(work(plan_, step)[1] for step in plan_.steps if step.op == "collective")
+            for plan_ in plans(problem, schedule)
+        ]
+        assert brought == [4 * width * 4, 2 * width * 4, 11 * width * 4]
 
 
 def test_idle_calls_wait_for_their_host_in_enqueue_order() -> None:
@@ -341,13 +294,6 @@ def test_ranks_that_begin_late_meet_at_the_ports_of_their_peers() -> None:
         assert one == seconds(problem, name, late, "idle") > 300 + 30
     on_mesh = replace(late, topology=Topology("mesh", 1.0, GIVEN))
     assert predict(problem, NAMED["shard-overlap"], on_mesh, "idle") == 300 + 30
-
-
-def test_a_card_that_multiplies_for_long_gets_slower() -> None:
-    hot = replace(TILES, gemm=replace(TILES.gemm, launch=0.0, burst=12.0, sustained=0.5))
-    found = simulate([own_plan(*[multiply("compute0", 2, k=2)] * 3)], hot)
-    # 8 s each; of the second the last 4 s are at half the rate, and all of the third.
-    assert bars_of(found, 0, "matmul") == [(0, 8), (8, 20), (20, 36)]
 
 
 def test_who_waits_for_signals() -> None:
@@ -417,9 +363,6 @@ def test_more_bandwidth_is_never_slower() -> None:
         # Products of several lanes may be served in a less lucky order when data comes earlier.
         most = 1.05 if schedule.compute > 1 else 1.0 + 1e-9
         assert all(b <= a * most for a, b in pairwise(times)), (str(schedule), times)
-
-
-# One rank that stands for all.
 
 
 #: Names for operators whose product travels, beside those of all.
@@ -514,21 +457,6 @@ def test_timelines_survive_a_file_and_a_damaged_one_is_named() -> None:
 
 
 SIZES = ("--m", "512", "--n", "256", "--k", "128")
-
-
-@pytest.mark.slow
-def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [tmp_path / name for name in ("x.csv", "x.svg", "x.trace.json", "x.json")]
-    options = [f"--{o}={f}" for o, f in zip(("csv", "draw", "trace", "timelines"), files)]  # noqa: B905
-    command = ["simulate", "growing", "shard-overlap:compute=2", *SIZES, "--world", "2"]
-    assert cli.run([*command, *options, "--mode", "idle"]) == 0
-    said = capsys.readouterr().out
-    assert all(text in said for text in ("of ideal", "simulated on h200-4", "idle", *command[1:3]))
-    assert all(file.stat().st_size > 100 for file in files)
-    picture = tmp_path / "both.svg"
-    plot = ["plot", str(files[3]), str(files[3]), "--out", str(picture)]
-    assert cli.run([*plot, "--only", "growing", "--trace", str(tmp_path / "t.json")]) == 0
-    assert picture.read_text().count("growing") >= 2
 
 
 @pytest.mark.parametrize(
