@@ -38,7 +38,7 @@ def register() -> None:
 
 
 @cache
-def fewest_rows(world: int, n: int, k: int, dtype: torch.dtype) -> int:
+def _fewest_rows(world: int, n: int, k: int, dtype: torch.dtype) -> int:
     """The fewest rows of a captured product and all-reduce, a power of two, from which ``auto``
     hides communication on this machine; 0 if it hides none up to ``MOST_ROWS``. The variable
     ``FICCO_VLLM_ROWS`` sets another number.
@@ -114,7 +114,7 @@ def _row_parallel_linear() -> Any:
                 self.ficco_leaves = "vLLM's layer is quantized, adds its bias or splits its input"
                 return
             n, k = self.output_size_per_partition, self.input_size_per_partition
-            rows = self.ficco_rows = fewest_rows(self.tp_size, n, k, self.params_dtype)
+            rows = self.ficco_rows = _fewest_rows(self.tp_size, n, k, self.params_dtype)
             layer = f"ficco: RowParallelLinear of {k} features a rank to {n}"
             if not rows:
                 self.ficco_leaves = f"auto hides nothing of it up to {MOST_ROWS} rows"

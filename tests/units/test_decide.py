@@ -25,7 +25,7 @@ from ficco import errors
 from ficco.heuristics import decide, families, problem_of_sizes, where
 from ficco.heuristics.candidates import ALL_OFFERS, SERIALS, candidates, is_serial
 from ficco.heuristics.decide import described
-from ficco.integrations.vllm import fewest_rows
+from ficco.integrations.vllm import _fewest_rows
 from ficco.machine import (
     Collective,
     Fingerprint,
@@ -628,7 +628,7 @@ def test_vllm_keeps_batches_of_which_nothing_is_hidden(
     monkeypatch: pytest.MonkeyPatch, machine: str, n: int, k: int, fewest: int
 ) -> None:
     monkeypatch.setenv("FICCO_MACHINE", machine)
-    sizes, rows_of = (int(machine[-1]), n, k, torch.bfloat16), fewest_rows.__wrapped__
+    sizes, rows_of = (int(machine[-1]), n, k, torch.bfloat16), _fewest_rows.__wrapped__
     assert rows_of(*sizes) == fewest
     for rows in filter(None, (fewest, fewest // 2)):
         facts = {"world": sizes[0], "m": rows, "n": n, "k": k, "captured": True}
