@@ -93,7 +93,7 @@ def _row_parallel_linear() -> Any:
         "ficco::vllm_reduced_linear", _reduced_linear, mutates_args=()
     )
     reduced_linear.register_fake(
-        lambda x, weight, group, fewest: x.new_empty(len(x), weight.shape[0])
+        lambda x, weight, group, fewest: x.new_empty(x.shape[0], weight.shape[0])
     )
 
     class FiccoReducedLinear(RowParallelLinear):
