@@ -470,8 +470,8 @@ def _checked(
                 f"module {name!r}; leave out the policy, or do not call fsdp.use"
             )
         if isinstance(param_group._all_gather_comm, Gathers):
-            required = f"required modules that are not served yet, got {name!r}, which is; "
-            raise InvalidArgument("model", f"{required}call fsdp.use once, with the outermost one")
+            text = f"required modules that are not served yet, got {name!r}, which is served; call "
+            raise InvalidArgument("model", f"{text}fsdp.use once, with the outermost module")
     return sharded
 
 

@@ -322,7 +322,7 @@ def _run_time_compiler(
 def nvrtc() -> Compiler:
     """CUDA's run-time compiler; PyTorch's wheels for CUDA include it."""
     options = ("--gpu-architecture={}", "--std=c++17")
-    # On all cores: 2.9 s in place of 6.5 (16 cores of an Intel Xeon, CUDA 13.0).
+    # On all cores: 2.9 s in place of 6.5 (16 cores of an Intel Xeon, CUDA 13.0, 2026-11-29).
     parallel = (13, "--split-compile=0")
     return _run_time_compiler(
         "nvrtc", "cuda.bindings.nvrtc", options, "CUBIN", by_reference=False, since=parallel

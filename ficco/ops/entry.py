@@ -122,7 +122,7 @@ def refuse_sharded(**operands: torch.Tensor) -> None:
 
 def under_autocast(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return operands as ``torch.mm`` casts them under autocast; gradients are cast back."""
-    if not torch._C._is_any_autocast_enabled():  # half the cost of the query for one device
+    if not torch._C._is_any_autocast_enabled():  # without the type of the device
         return operands
     kind = operands[0].device.type
     if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
