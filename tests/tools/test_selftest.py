@@ -630,19 +630,31 @@ def test_batches_are_timed_for_the_machine_file(monkeypatch: pytest.MonkeyPatch)
 LONGEST = 1 << 20
 
 
-def _breaks_copies(crash: bool, machine: str = "") -> None:
-    """Copies to peers of more than ``LONGEST`` bytes end the process, or copy too little."""
+def _breaks_copies(how: str, machine: str = "") -> None:
+    """Copies to peers of more than ``LONGEST`` bytes, or those of one kind, go wrong."""
     from ficco.dma import hip_api
 
     os.environ["FICCO_MACHINE"] = machine
-    right = hip_api.copy
+    right, without_units = hip_api.copy, hip_api.calls.hipMemcpyAsync
 
     def copy(dst: int, src: int, nbytes: int, stream: Any) -> None:
-        if nbytes > LONGEST and crash:
+        if nbytes <= LONGEST or how == "nocu":
+            right(dst, src, nbytes, stream)
+        elif how == "crash":
             os._exit(7)
-        right(dst, src, nbytes - 4 * (nbytes > LONGEST), stream)
+        elif how == "hang":
+            word = hip_api.malloc(hip_api.SIGNAL_BYTES, "signal")
+            hip_api.wait_equal(stream, word, 7)
+        else:
+            right(dst, src, nbytes - 4, stream)
+
+    def nothing(dst: int, src: int, nbytes: int, kind: Any, stream: Any) -> None:
+        if kind != hip_api.WITHOUT_UNITS:
+            without_units(dst, src, nbytes, kind, stream)
 
     hip_api.copy = copy
+    if how == "nocu":
+        hip_api.calls.hipMemcpyAsync = nothing
 
 
 def reported(
@@ -676,12 +688,27 @@ def limited(found: dict[str, CheckResult], report: dict[str, Any], said: str) ->
     assert "| refuted |" in line and "copies of every size" in line
 
 
-def test_copies_of_more_than_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("how", "limit_s"), [("crash", 30.0), pytest.param("hang", 8.0, marks=pytest.mark.slow)]
+)
+def test_copies_of_more_than_a_limit(
+    how: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report has the limit, and the checks behind it are tried."""
     only = ["device", "copies of every", "sharing of plain"]
-    breaks = partial(_breaks_copies, True)
-    found, report = reported(monkeypatch, only, breaks, limit_s=30.0)
+    found, report = reported(monkeypatch, only, partial(_breaks_copies, how), limit_s=limit_s)
     limited(found, report, "it tried copies of 1048580 bytes by shard-overlap;")
-    assert "exit code 7" in found["copies of every size"].seen
+    assert ("exit code 7" in found["copies of every size"].seen) == (how == "crash")
+
+
+def test_copies_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one kind, from the first size on: no limit helps."""
+    only = ["copies of every", "FICCO_HIP=copy=nocu", "FICCO_HIP=copy=dtod, "]
+    found, report = reported(monkeypatch, only, partial(_breaks_copies, "nocu"))
+    assert failed(found) == {"FICCO_HIP=copy=nocu", "FICCO_HIP=copy=nocu, every size"}
+    seen = found["FICCO_HIP=copy=nocu, every size"].seen
+    assert "1 of 1 words of rank" in seen and "up to 0 bytes" in seen
+    assert selftest.run.machine(report) is None
 
 
 @pytest.mark.parametrize(
@@ -761,7 +788,7 @@ def test_a_doctor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_report_is_read_back_and_limits_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    breaks = partial(_breaks_copies, False)
+    breaks = partial(_breaks_copies, "short")
     only = ["device", "copies of every", "figures", "sharing of", "attribute"]
     found, report = reported(monkeypatch, only, breaks)
     limited(found, report, "1 of 262145 words of rank")
@@ -826,6 +853,30 @@ def test_figures_of_steps_before_a_crash_and_times_of_shapes(
         assert min(ms.values()) > 0 and "serial:collective" in ms
     line = next(one for one in selftest.run.claims(report) if one.startswith("| any speed"))
     assert "refuted" in line  # by the figures
+
+
+def _stands_still_in_a_shape() -> None:
+    right = selftest.run.call_times
+
+    def times(at: Any, group: Any, schedules: Any, sizes: Any, *rest: Any, **how: Any) -> Any:
+        if sizes[1] == 128:
+            time.sleep(1000)
+        return right(at, group, schedules, sizes, *rest, **how)
+
+    selftest.run.call_times = times
+
+
+@pytest.mark.slow
+def test_times_of_shapes_besides_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"shapes": "cpu", "shape_seconds": 0.0, "limit_s": 8.0}
+    found, report = reported(monkeypatch, ["time of"], _stands_still_in_a_shape, **settings)
+    assert failed(found) == {"time of 512x128x256"}
+    others = [one for name, one in found.items() if name.startswith("time") and not one.instead]
+    assert len(others) == 2
+    for one in others:
+        assert min(one.facts["ms"].values()) > 0 and "serial:collective" in one.facts["ms"]
+    line = next(one for one in selftest.run.claims(report) if one.startswith("| any speed"))
+    assert "refuted" in line
 
 
 # Claims of the page, and hosts on which nothing can run.
