@@ -82,9 +82,9 @@ class Buffers:
             whole = call.tensors[name]
             if buffer.matrices:
                 whole = whole[matrix]
-            row, col = (stride * itemsize for stride in whole.stride())
-            at = whole.data_ptr() + region.row * row + region.col * col
-            return at, col if turned else row
+            row, col = whole.stride()
+            at = whole.data_ptr() + (region.row * row + region.col * col) * itemsize
+            return at, (col if turned else row) * itemsize
 
         return own
 

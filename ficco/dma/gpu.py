@@ -322,7 +322,7 @@ class GpuEngine(WatchedEngine):
 
         def work(call: Call, signals: Signals | None) -> None:
             origins = [source(call) for source in sources]
-            ends = tuple((to, at) for (to, _), (at, _) in zip(targets, origins, strict=True))
+            ends = tuple([(to, at) for (to, _), (at, _) in zip(targets, origins, strict=True)])
             shape = targets[0][1], origins[0][1], width, height
             kernels.copies(ends, shape, call.state[lane], signals=signals)
 
