@@ -1,5 +1,5 @@
-// What the kernels need of a device, for HIP (clang, hiprtc) and CUDA (nvcc, nvrtc) without any
-// vendor's headers: indices, a barrier, system-scope ordering, a clock, conversions.
+// Device functions of the kernels, for HIP (clang, hiprtc) and CUDA (nvcc, nvrtc), without vendors'
+// headers: indices, barriers, system-scope ordering, a clock, conversions.
 
 #pragma once
 
@@ -27,7 +27,7 @@ struct f16 {
 #define KERNEL(threads) \
   extern "C" __global__ __attribute__((amdgpu_flat_work_group_size(1, threads))) void
 
-// A parameter that is read where it lies, also by a computed index.
+// A parameter that is read in place, also at computed indices.
 #define CONSTANT const
 
 typedef u32 u32x4 __attribute__((ext_vector_type(4)));
@@ -35,19 +35,19 @@ typedef u32 u32x4 __attribute__((ext_vector_type(4)));
 INLINE u32 thread_index() { return __builtin_amdgcn_workitem_id_x(); }
 INLINE u32 block_index() { return __builtin_amdgcn_workgroup_id_x(); }
 
-// "" is the scope of the whole system. On gfx942 a release writes this XCD's L2 back, and an
+// The scope "" is the whole system. On gfx942 a release writes back the L2 of this XCD, and an
 // acquire invalidates it.
 INLINE void release_system() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
-  __builtin_amdgcn_s_waitcnt(0);  // clang 19 leaves it out where a branch leads around the fence
+  __builtin_amdgcn_s_waitcnt(0);  // clang 19 omits this wait if a branch skips the fence
 }
 INLINE void acquire_system() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, ""); }
 INLINE void release_device() { __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent"); }
 INLINE void acquire_device() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 
-// Makes what the block wrote visible to the system, with one write-back of the L2 of its XCD: a
-// stream's write is not known to write back that of each XCD. A release to the block alone would
-// not wait for stores that are under way.
+// Makes the stores of the block visible to the system, with one write-back of the L2 of its XCD. A
+// stream write may not write back the L2 of every XCD. A workgroup release alone would not wait for
+// stores in flight.
 INLINE void release_block() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
   __builtin_amdgcn_s_waitcnt(0);
@@ -56,7 +56,7 @@ INLINE void release_block() {
   __builtin_amdgcn_s_waitcnt(0);
 }
 
-// Every thread of the block has come here, with its stores done.
+// Waits for all threads of the block and for their stores.
 INLINE void barrier() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
   __builtin_amdgcn_s_waitcnt(0);
@@ -67,7 +67,8 @@ INLINE void barrier() {
 INLINE u32 load_system(const u32* at) {
   return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
-// Behind it is seen what came before the word was written. No poll empties caches.
+// Waits for a value. Later loads see the stores that the peer released before it. Polls are
+// relaxed, and only the last one invalidates caches.
 INLINE void wait_system(const u32* at, u32 value) {
   while (load_system(at) != value) {}
   acquire_system();
@@ -79,7 +80,7 @@ INLINE void store_system(u64* at, u64 value) {
   __hip_atomic_store(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
 
-// Counts up by one for this device, and says what was there before.
+// Adds one at device scope, and returns the value before.
 INLINE u32 add_device(u32* at) {
   return __hip_atomic_fetch_add(at, 1, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
@@ -97,18 +98,18 @@ INLINE float log2_of(float value) { return __builtin_amdgcn_logf(value); }
 INLINE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
 INLINE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
 
-// Memory that the threads of a block share.
+// Shared memory of a block.
 #define SHARED static __attribute__((shared))
 constexpr u32 WARP = 64;
 
-// The value of the thread whose number differs in this bit, of the same warp.
+// The value of the thread of the same warp whose index differs in this bit.
 INLINE u32 exchanged(u32 value, u32 bit) {
   const u32 lane = __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0));
   return __builtin_amdgcn_ds_bpermute((lane ^ bit) * 4, value);
 }
 
-// Four values as e4m3 by the device's instruction, where it has one of this kind: of fnuz on gfx942,
-// of OCP on gfx950. None is beyond the largest.
+// Converts four values to e4m3 by an instruction of the device: fnuz on gfx942, OCP on gfx950. No
+// value exceeds the largest e4m3.
 #if defined(__gfx942__)
 constexpr bool HAS_E4M3 = false, HAS_FNUZ = true;
 #elif defined(__gfx950__)
@@ -136,13 +137,13 @@ typedef uint4 u32x4;
 INLINE u32 thread_index() { return threadIdx.x; }
 INLINE u32 block_index() { return blockIdx.x; }
 
-// Weaker than __threadfence_system(), which also puts fences of all threads in one order.
+// Weaker than __threadfence_system(), which is sequentially consistent.
 INLINE void release_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 INLINE void acquire_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 INLINE void release_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 INLINE void acquire_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// The end of a kernel, and the fence of a stream's write, are enough.
+// The end of a kernel and the fence of a stream write suffice.
 INLINE void release_block() {}
 
 INLINE void barrier() { __syncthreads(); }
@@ -160,15 +161,14 @@ INLINE void store_system(u64* at, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
-// What a peer did before it wrote the word is seen behind this. Unlike a fence it does not wait for
-// stores that are under way.
-// Behind it is seen what came before the word was written. Every poll acquires: a load behind the
-// last would take as long again.
+// Waits for a value. Later loads see the stores that the peer released before it. Every poll
+// acquires: a separate acquire after the last poll would take one more load. Unlike a fence, an
+// acquiring load does not wait for stores in flight.
 INLINE void wait_system(const u32* at, u32 value) {
-  u32 found;
+  u32 word;
   do {
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(at) : "memory");
-  } while (found != value);
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(word) : "l"(at) : "memory");
+  } while (word != value);
 }
 
 // Nanoseconds.
@@ -180,22 +180,22 @@ INLINE u64 ticks() {
 INLINE void pause() { __nanosleep(100); }
 
 INLINE float to_float(f16 value) {
-  float found;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(found) : "h"(value.bits));
-  return found;
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value.bits));
+  return result;
 }
 INLINE void from_float(float value, f16& to) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(value));
 }
 INLINE float exp2_of(float value) {
-  float found;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(value));
-  return found;
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
 }
 INLINE float log2_of(float value) {
-  float found;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(value));
-  return found;
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
 }
 INLINE u32 bits_of(float value) { return __float_as_uint(value); }
 INLINE float float_of(u32 bits) { return __uint_as_float(bits); }

@@ -2,12 +2,12 @@
 
 #include "device.h"
 
-// The same numbers as in launch.py.
+// launch.py has the same numbers.
 constexpr u32 COPY_THREADS = 512;
 constexpr u32 REDUCE_THREADS = 256;
 constexpr u32 MERGE_THREADS = 256, COMBINE_THREADS = 256, GATE_THREADS = 256, ROUTE_THREADS = 256;
 constexpr u32 ONE_SHOT_THREADS = 512;
-constexpr u32 ASIDE_THREAD = 32;  // of another warp than the first on CUDA
+constexpr u32 ASIDE_THREAD = 32;  // on CUDA the first thread of the second warp
 constexpr u32 SIGNAL_THREADS = 64;
 constexpr u32 CAST_THREADS = 256;
 constexpr u32 MAX_PARTS = 16;
@@ -15,31 +15,32 @@ constexpr u32 MAX_ENDS = 16;
 constexpr u32 MAX_RUNS = 64;
 constexpr u32 MAX_SIGNALS = 48;
 
-// 16-byte units that a thread has in flight, loads first, then stores; where each store takes two
-// loads, half as many.
+// Units of 16 bytes that a thread has in flight: it loads all of them, then stores them. A shifted
+// copy needs two loads for each store, so it has half as many.
 constexpr u32 IN_FLIGHT = 8;
 constexpr u32 SHIFTED_IN_FLIGHT = 4;
-constexpr u32 ONE_SHOT_IN_FLIGHT = 4;  // of each part
-constexpr u32 CAST_HELD = 8;           // which stay in registers until their factor is known
-constexpr u32 CAST_HELD_SHORT = 4;     // of parts of at most 32 units, such as blocks
+constexpr u32 ONE_SHOT_IN_FLIGHT = 4;  // for each part
+constexpr u32 CAST_HELD = 8;           // kept in registers until the factor is known
+constexpr u32 CAST_HELD_SHORT = 4;     // the same, for parts of at most 32 units, such as blocks
 
 // Copies.
 
-// 16-byte units per row, and what divides by that: i / units = i * magic >> shift for all i below
-// 2^31 (Granlund and Montgomery, Division by invariant integers using multiplication, PLDI 1994).
+// Units of 16 bytes per row, and the constants of the division by that number: i / units equals
+// i * magic >> shift for all i below 2^31 (Granlund and Montgomery, "Division by invariant integers
+// using multiplication", PLDI 1994).
 struct Row {
   u32 units, magic, shift;
 };
 
 INLINE u32 row_of(u32 i, Row row) { return (u32)((u64)i * row.magic >> row.shift); }
 
-// Where the i-th unit lies, from the first unit of the first row.
+// Offset in bytes of unit i from the first unit of the first row.
 INLINE u64 place_of(u32 i, Row row, u64 pitch) {
   const u32 at = row_of(i, row);
   return at * pitch + (u64)(i - at * row.units) * 16;
 }
 
-// How many bytes an address lies behind a multiple of 16.
+// Address modulo 16.
 INLINE u32 behind(const u8* at) { return (u32)(u64)at & 15; }
 
 template <typename Piece>
@@ -48,8 +49,8 @@ INLINE u32 move(u8* dst, const u8* src, u64 at) {
   return sizeof(Piece);
 }
 
-// Copies `height` rows of `width` bytes, all of them equally far behind multiples of 16 in both
-// buffers: up to the first such multiple, by units, and what is left.
+// Copies `height` rows of `width` bytes. All rows of both buffers have one address modulo 16. A row
+// is copied in three parts: the bytes up to a multiple of 16, whole units, and the remaining bytes.
 INLINE void copy_aligned(u8* dst, u64 dst_pitch, const u8* src, u64 src_pitch, u64 width, Row row,
                          u32 height, u32 block, u32 blocks) {
   const u32 first = block * COPY_THREADS + thread_index();
@@ -89,10 +90,10 @@ INLINE void copy_aligned(u8* dst, u64 dst_pitch, const u8* src, u64 src_pitch, u
   }
 }
 
-// A unit of the destination, and the bytes of it, from `first` to `last`, that belong to a row.
+// A unit of the destination. Its bytes [first, last) belong to a row.
 struct Piece {
   u8* to;
-  const u8* from;  // where its first byte comes from, were it one of the row
+  const u8* from;  // source of byte 0, also if byte 0 does not belong to the row
   u32 first, last;
 };
 
@@ -107,7 +108,7 @@ INLINE Piece piece_of(u32 i, Row row, u8* dst, u64 dst_pitch, const u8* src, u64
           bytes < 16 ? (u32)bytes : 16};
 }
 
-// 16 of 32 bytes, from one of the first 16 on.
+// Bytes [first, first + 16) of the 32 bytes `low`, `high`. `first` is below 16.
 INLINE u32x4 from_byte(u32 first, u32x4 low, u32x4 high) {
   u32 held[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
@@ -120,8 +121,8 @@ INLINE u32x4 from_byte(u32 first, u32x4 low, u32x4 high) {
   return {held[0], held[1], held[2], held[3]};
 }
 
-// Copies `height` rows of `width` bytes that begin anywhere. Only units that hold bytes of a row
-// are read, so that no access leaves the memory that holds it.
+// Copies `height` rows of `width` bytes at any alignment. A unit is only read if it contains bytes
+// of a row, so no access leaves the allocation.
 INLINE void copy_shifted(u8* dst, u64 dst_pitch, const u8* src, u64 src_pitch, u64 width, Row row,
                          u32 height, u32 block, u32 blocks) {
   const u32 stride = blocks * COPY_THREADS;
@@ -142,12 +143,12 @@ INLINE void copy_shifted(u8* dst, u64 dst_pitch, const u8* src, u64 src_pitch, u
     for (u32 n = 0; n < SHIFTED_IN_FLIGHT; n++) {
       if (i + n * stride >= total) continue;
       const Piece p = piece_of(i + n * stride, row, dst, dst_pitch, src, src_pitch, width);
-      const u32x4 found = from_byte(behind(p.from), low[n], high[n]);
+      const u32x4 loaded = from_byte(behind(p.from), low[n], high[n]);
       if (p.last - p.first == 16) {
-        *(u32x4*)p.to = found;
+        *(u32x4*)p.to = loaded;
         continue;
       }
-      const u32 words[4] = {found.x, found.y, found.z, found.w};
+      const u32 words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
 #pragma unroll
       for (u32 byte = 0; byte < 16; byte++)
         if (p.first <= byte && byte < p.last) p.to[byte] = (u8)(words[byte / 4] >> 8 * (byte % 4));
@@ -155,14 +156,14 @@ INLINE void copy_shifted(u8* dst, u64 dst_pitch, const u8* src, u64 src_pitch, u
   }
 }
 
-// Where several copies of the same shape lead, and where they come from.
+// Destinations and sources of copies of one shape.
 struct Ends {
   u8* dst[MAX_ENDS];
   const u8* src[MAX_ENDS];
 };
 
-// The first `blocks` blocks carry out the first copy, the next the second, and so on. With
-// `release` a stream's write behind the kernel tells a peer that the rows are there.
+// Blocks [i * blocks, (i + 1) * blocks) carry out copy i. With `release`, a stream write that
+// follows the kernel can tell a peer that the rows have arrived.
 #define COPY(name, copy)                                                                         \
   KERNEL(COPY_THREADS)                                                                           \
   name(CONSTANT Ends ends, u64 dst_pitch, u64 src_pitch, u64 width, u32 units, u32 magic,        \
@@ -176,7 +177,7 @@ struct Ends {
 COPY(ficco_copy_aligned, copy_aligned)
 COPY(ficco_copy_shifted, copy_shifted)
 
-// Where runs of 16-byte units lead, where they come from, and how many units end with each.
+// Runs of 16-byte units: destinations, sources, and the number of units up to the end of each run.
 struct Runs {
   u8* dst[MAX_RUNS];
   const u8* src[MAX_RUNS];
@@ -193,14 +194,15 @@ ficco_copy_runs(CONSTANT Runs runs, u32 count, u32 blocks) {
   }
 }
 
-// What the ranks have to tell each other around a launch: waits for words and writes of words, which
-// one thread carries out one after the other.
+// Signals between ranks before or after the work of a launch: waits for words and writes of words.
+// One thread carries them out in order.
 struct Script {
   u32* at[MAX_SIGNALS];
   u64 value[MAX_SIGNALS];
-  u64 waits, wide, behind;  // a bit for each: it waits; it writes 64 bits; all before is seen first
-  u32 count;                // how many
-  u32 aside, alone;         // in front one block carries out so many: beside the others, for all
+  u64 waits, wide, behind;  // bit i: signal i waits; has 64 bits; releases earlier stores
+  u32 count;                // number of signals
+  u32 aside;                // block 0 writes the first `aside` signals from another warp
+  u32 alone;                // only block 0 carries out the first `alone` signals
 };
 
 INLINE void write(const Script& script, u32 i) {
@@ -222,8 +224,9 @@ INLINE void carry_out(const Script& script, u32 first, u32 last) {
   }
 }
 
-// What a launch begins with; no block goes on before that. Another warp carries out what is aside,
-// since a fence of the first would wait until it is through, over PCIe if need be.
+// Carries out the signals before the work of a launch. No block continues before its signals are
+// done. A second warp writes the signals `aside`: a fence of the first warp would wait for these
+// writes, which may cross PCIe.
 INLINE void carry_out_front(const Script& front) {
   const bool first = block_index() == 0;
   if (first && thread_index() == ASIDE_THREAD)
@@ -232,8 +235,8 @@ INLINE void carry_out_front(const Script& front) {
   barrier();
 }
 
-// Whether the last of `blocks` blocks has come here, one thread of each. It sees what the others
-// have released; `arrived` is 0 before and behind.
+// One thread of each of `blocks` blocks calls this. Returns true for the last caller, which then
+// sees the stores that the other blocks have released. `arrived` is 0 before and after.
 INLINE bool last_of(u32 blocks, u32* arrived) {
   if (add_device(arrived) != blocks - 1) return false;
   acquire_device();
@@ -241,7 +244,7 @@ INLINE bool last_of(u32 blocks, u32* arrived) {
   return true;
 }
 
-// As COPY, with scripts around it: the last block to be through carries out `rear`.
+// COPY between two scripts. The last block to finish carries out `rear`.
 #define EXCHANGE(name, copy)                                                                     \
   KERNEL(COPY_THREADS)                                                                           \
   name(CONSTANT Ends ends, u64 dst_pitch, u64 src_pitch, u64 width, u32 units, u32 magic,        \
@@ -266,7 +269,7 @@ INLINE float to_float(float value) { return value; }
 INLINE void from_float(float value, float& to) { to = value; }
 INLINE float to_float(bf16 value) { return float_of((u32)value.bits << 16); }
 
-// To the nearest, ties to even; NaN becomes PyTorch's.
+// Rounds to nearest, ties to even. NaN becomes 0x7fc0, as in PyTorch.
 INLINE void from_float(float value, bf16& to) {
   const u32 bits = bits_of(value);
   const u32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -277,7 +280,8 @@ struct Parts {
   const void* at[MAX_PARTS];
 };
 
-// 16-byte units of a part that hold as many elements as one of the result, and these as floats.
+// COUNT elements of a part, as 16-byte units and as elements. COUNT elements of the result are one
+// unit.
 template <typename In, u32 COUNT>
 struct Units {
   static constexpr u32 UNITS = COUNT * sizeof(In) / 16;
@@ -287,7 +291,7 @@ struct Units {
   };
 };
 
-// Adds elements of some parts to sums, those at the places `at`: all loads first.
+// Adds units `at` of parts [first, first + SOME) to the sums. All loads come before the additions.
 template <u32 SOME, typename In, u32 EACH, u32 PLACES>
 INLINE void add(float (&sum)[PLACES][EACH], const Parts& parts, u32 first,
                 const u64 (&at)[PLACES]) {
@@ -312,15 +316,16 @@ INLINE void add(float (&sum)[PLACES][EACH], const Parts& parts, u32 first,
   }
 }
 
-// Where the i-th of what rows of `width` hold lies, of rows that begin `pitch` apart.
+// Index in memory of element i of rows of `width` elements that begin `pitch` elements apart.
 INLINE u64 in_rows(u64 i, u64 width, u64 pitch) {
   return width == pitch ? i : i / width * pitch + i % width;
 }
 
-// Adds `count` parts in their order, in float, times `factor`, and rounds once. Rows of `width` elements lie `pitch`
-// apart in all parts and `out_pitch` apart in the result. The first `vectors` times 16 bytes of the result go by
-// 16-byte accesses, `PLACES` of them at a time, the rest by elements. The vectors also go to `copies` places, where
-// rows lie as in the result.
+// Adds `count` parts in order, in float32, multiplies the sum by `factor`, and rounds once. Rows
+// have `width` elements and begin `pitch` elements apart in all parts, `out_pitch` apart in the
+// result. The first `vectors` units of 16 bytes of the result are stored as units, `PLACES` at a
+// time, the rest element by element. The units are also stored to `copies` buffers with the
+// result's layout.
 template <u32 THREADS, u32 PLACES, typename In, typename Out>
 INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 elements, u64 width,
                    u64 pitch, u64 out_pitch, u32 blocks, void* const* copy = nullptr,
@@ -333,13 +338,13 @@ INLINE void reduce(Out* out, const Parts& parts, u32 count, u64 vectors, u64 ele
     float sum[PLACES][EACH];
 #pragma unroll
     for (u32 v = 0; v < PLACES; v++) {
-      const u64 i = n + v * stride;  // behind the last the first is read once more
+      const u64 i = n + v * stride;  // past the end, unit n is read again
       at[v] = in_rows(i < vectors ? i : n, width / EACH, pitch / EACH);
 #pragma unroll
-      for (u32 e = 0; e < EACH; e++) sum[v][e] = -0.0f;  // the neutral element: 0 + -0 is 0
+      for (u32 e = 0; e < EACH; e++) sum[v][e] = -0.0f;  // neutral element: 0 + -0 is 0
     }
     u32 p = 0;
-    if (PLACES == 1)  // else there are enough loads in flight
+    if (PLACES == 1)  // otherwise enough loads are in flight
       for (; p + 4 <= count; p += 4) add<4, In, EACH>(sum, parts, p, at);
     for (; p + 2 <= count; p += 2) add<2, In, EACH>(sum, parts, p, at);
     if (p < count) add<1, In, EACH>(sum, parts, p, at);
@@ -378,15 +383,14 @@ REDUCE(ficco_reduce_float32_float32, float, float)
 REDUCE(ficco_reduce_float32_bfloat16, float, bf16)
 REDUCE(ficco_reduce_float32_float16, float, f16)
 
-// Attention: results for the same queries become one.
+// Attention: merges partial results for the same queries.
 
-// Where the values of a query and a head begin, and its number, in tensors whose batches, heads and
-// rows lie so far apart.
+// Strides of a tensor in elements.
 struct Strides {
   u64 batch, head, row;
 };
 
-// Each has the rows of the result from `first` to before `stop`.
+// Partial results. Part p has rows [first[p], stop[p]) of the result.
 struct Means {
   const void* at[MAX_PARTS];
   const float* lse[MAX_PARTS];
@@ -398,16 +402,17 @@ INLINE u64 along(const Strides& strides, u32 batch, u32 head, u32 row) {
   return batch * strides.batch + head * strides.head + row * strides.row;
 }
 
-// Parts that are read at once: 4 spill scalar registers on AMD.
+// Parts that are read at once. Four spill scalar registers on AMD.
 #if defined(__HIP__)
 constexpr u32 MERGED_AT_ONCE = 2;
 #else
 constexpr u32 MERGED_AT_ONCE = 4;
 #endif
 
-// `units` of 16 bytes for each of `heads` of each of `rows` of each batch. The first of these also
-// leaves the logarithm of the sum of all weights, if that is wanted. Weights are relative to the
-// largest so far, so that everything is read once, and nothing has to be known before it is read.
+// A thread computes one unit of 16 bytes of the result; each head of a row has `units` of them. The
+// thread of the first unit also writes the log-sum-exp of all parts, if `total_lse` is not null.
+// Weights are relative to the largest log-sum-exp so far, so each part is read once (online
+// softmax).
 template <typename T>
 INLINE void merge(T* out, const Strides& out_strides, float* total_lse, const Strides& lse_strides,
                   const Means& parts, u32 count, u32 units, u32 heads, u32 rows, u32 total,
@@ -441,10 +446,10 @@ INLINE void merge(T* out, const Strides& out_strides, float* total_lse, const St
         if (has[i] && !(begun && lse[i] <= most)) most = lse[i];
         begun = begun || has[i];
       }
-      const float kept = adds ? exp2_of((before - most) * LOG2_E) : 0.0f;
-      all *= kept;
+      const float scale = adds ? exp2_of((before - most) * LOG2_E) : 0.0f;
+      all *= scale;
 #pragma unroll
-      for (u32 e = 0; e < EACH; e++) sum[e] *= kept;
+      for (u32 e = 0; e < EACH; e++) sum[e] *= scale;
 #pragma unroll
       for (u32 i = 0; i < MERGED_AT_ONCE; i++) {
         if (!has[i]) continue;
@@ -474,14 +479,14 @@ INLINE void merge(T* out, const Strides& out_strides, float* total_lse, const St
 MERGE(ficco_merge_bfloat16, bf16)
 MERGE(ficco_merge_float16, f16)
 
-// Experts: the rows that were made for a token become one.
+// Experts: routing of tokens, and sums of the rows that experts return for a token.
 
-// A block for each expert: how many pairs of a token and a choice chose it, and for each of these
-// how many did so before, first choices first, then tokens in order; and the row that it takes. With
-// a capacity that may be one behind all rows. Without, the rows of an expert follow those of the
-// experts before, and `held` tells which token has a row. Pairs have places and rows in that order,
-// each thread a part of them. What tokens chose lies `by_token` apart, and each of their choices
-// `by_choice`. Sums have in their upper half what chose an expert before.
+// Block e counts the pairs (token, choice) that chose expert e, and gives each pair its place among
+// them and its row. Pairs are ordered by choice, then by token; each thread has a range of them.
+// With a capacity, expert e has rows from e * capacity, and a pair without room gets the row after
+// all rows. Without a capacity, the rows of an expert follow those of the experts before it, and
+// `held` has the token of each row. `by_token` and `by_choice` are the strides of `chosen`. The low
+// half of a sum counts pairs of expert e, the high half pairs of lower experts.
 KERNEL(ROUTE_THREADS)
 ficco_route(u64* places, u64* rows, u64* held, u64* counts, const u64* chosen, u64 by_token,
             u64 by_choice, u64 tokens, u64 pairs, u64 capacity, u32 blocks) {
@@ -490,21 +495,21 @@ ficco_route(u64* places, u64* rows, u64* held, u64* counts, const u64* chosen, u
   const u64 expert = block_index(), each = (pairs + ROUTE_THREADS - 1) / ROUTE_THREADS;
   const u64 first = me * each, last = first + each < pairs ? first + each : pairs;
   u64 token = first % tokens, choice = first / tokens;
-  u64 found = 0;
+  u64 counted = 0;
   u32 from = 0;
   for (u64 pair = first; pair < last; pair++) {
     const u64 its = chosen[token * by_token + choice * by_choice];
-    found += (u64)(its < expert) << 32 | (its == expert);
+    counted += (u64)(its < expert) << 32 | (its == expert);
     if (++token == tokens) token = 0, choice++;
   }
-  sums[0][me] = found;
+  sums[0][me] = counted;
   barrier();
   for (u32 step = 1; step < ROUTE_THREADS; step *= 2) {
     sums[1 - from][me] = sums[from][me] + (me >= step ? sums[from][me - step] : 0);
     from = 1 - from;
     barrier();
   }
-  u64 place = (u32)(sums[from][me] - found);
+  u64 place = (u32)(sums[from][me] - counted);
   const u64 all = sums[from][ROUTE_THREADS - 1], before = all >> 32;
   if (me == ROUTE_THREADS - 1) counts[expert] = (u32)all;
   token = first % tokens, choice = first / tokens;
@@ -523,8 +528,9 @@ ficco_route(u64* places, u64* rows, u64* held, u64* counts, const u64* chosen, u
   }
 }
 
-// A function of the first half of each row, times the second half, rounded once. A row of the
-// result has `units` of 16 bytes; rows and batches of them lie so many elements apart.
+// Applies SiLU or ReLU to the first half of each row, multiplies by the second half, and rounds
+// once. A row of the result has `units` units of 16 bytes. Strides of batches and rows are in
+// elements.
 template <typename T, bool SILU>
 INLINE void gate(T* out, u64 out_batch, u64 out_row, const T* in, u64 in_batch, u64 in_row,
                  u32 rows, u32 units, u64 total, u32 blocks) {
@@ -542,9 +548,9 @@ INLINE void gate(T* out, u64 out_batch, u64 out_row, const T* in, u64 in_batch, 
 #pragma unroll
     for (u32 e = 0; e < EACH; e++) {
       const float x = to_float(gates.elements[e]);
-      // Not fmaxf, which makes zero of what is no number.
-      const float held = SILU ? x / (1.0f + exp2_of(-x * LOG2_E)) : (x < 0.0f ? 0.0f : x);
-      from_float(held * to_float(values.elements[e]), result.elements[e]);
+      // fmaxf would turn NaN into zero.
+      const float gated = SILU ? x / (1.0f + exp2_of(-x * LOG2_E)) : (x < 0.0f ? 0.0f : x);
+      from_float(gated * to_float(values.elements[e]), result.elements[e]);
     }
     *(u32x4*)(out + batch * out_batch + row * out_row + unit * EACH) = result.units[0];
   }
@@ -562,9 +568,9 @@ GATED(ficco_silu_gated_float16, f16, true)
 GATED(ficco_relu_gated_bfloat16, bf16, false)
 GATED(ficco_relu_gated_float16, f16, false)
 
-// The sum of the `choices` rows that a token has picked, times its weights if there are some, in
-// float and in their order. Rows have `units` of 16 bytes. What tokens pick lies `by_token` apart,
-// and each of their choices `by_choice`.
+// Sums the `choices` rows of each token in order, in float32, times its weights unless `weights` is
+// null. Rows have `units` units of 16 bytes. `by_token` and `by_choice` are the strides of
+// `picked`.
 template <typename T>
 INLINE void combine(T* out, const T* rows, const u64* picked, u64 by_token, u64 by_choice,
                     const float* weights, u32 choices, u32 units, u64 total, u32 blocks) {
@@ -602,8 +608,7 @@ INLINE void combine(T* out, const T* rows, const u64* picked, u64 by_token, u64 
 COMBINE(ficco_combine_bfloat16, bf16)
 COMBINE(ficco_combine_float16, f16)
 
-// Sums of parts that lie at the peers: as a reduction, on few blocks, with what the ranks have to
-// tell each other around it.
+// A reduction of parts in peers' memory, on few blocks, between two scripts.
 #define ONE_SHOT(name, T)                                                                        \
   KERNEL(ONE_SHOT_THREADS)                                                                       \
   name(T* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements,           \
@@ -622,20 +627,21 @@ ONE_SHOT(ficco_one_shot_bfloat16, bf16)
 ONE_SHOT(ficco_one_shot_float16, f16)
 ONE_SHOT(ficco_one_shot_float32, float)
 
-// The second exchange of a two-shot: this rank's sums go to its peers, and theirs come from them.
+// The second exchange of a two-shot: each rank sends its sums to its peers.
 struct Shares {
-  void* sent[MAX_PARTS];        // at each peer, where this rank's sums go
-  u32* posts[MAX_PARTS];        // at each peer, the first of one word for each block
-  const void* come[MAX_PARTS];  // here, where the sums of each peer arrive
-  void* kept[MAX_PARTS];        // and their place in the result
-  u64 units[MAX_PARTS];         // how many times 16 bytes
-  u32* waits[MAX_PARTS];        // the first of one word for each block of the peer
-  u32 sends, keeps;             // number of peers
+  void* sent[MAX_PARTS];        // destination of this rank's sums at each peer
+  u32* posts[MAX_PARTS];        // at each peer, the words of this rank's blocks
+  const void* come[MAX_PARTS];  // on this rank, where the sums of each peer arrive
+  void* kept[MAX_PARTS];        // their destination in the result
+  u64 units[MAX_PARTS];         // their size in units of 16 bytes
+  u32* waits[MAX_PARTS];        // on this rank, the words of each peer's blocks
+  u32 sends, keeps;             // number of peers to send to, and to receive from
 };
 
-// As a one-shot of this rank's rows, whose sums all ranks then exchange. A block waits only for the
-// same block of each peer: blocks go over sums by the same stride on all ranks, so the one has
-// written what the other copies. Polls are in another warp than the fence, which takes longer.
+// A one-shot of this rank's rows, then an exchange of the sums. Block b waits only for block b of
+// each peer: blocks have the same stride on all ranks, so block b of the peer wrote the units that
+// block b copies here. Another warp than the one with the fence polls, since the fence takes
+// longer.
 #define TWO_SHOT(name, T)                                                                        \
   KERNEL(ONE_SHOT_THREADS)                                                                       \
   name(T* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements,           \
@@ -663,8 +669,8 @@ INLINE void exchange_sums(const Shares& shares, u32 blocks) {
     release_system();
     store_system(shares.posts[thread] + block, 1u);
   }
-  // After the posts. No word is cleared before all are there: the watchdog names who is missing.
-  const u32 peer = thread - ASIDE_THREAD;  // of another warp than the posts on CUDA
+  // No word is cleared before all words have arrived, so that the watchdog can name a late peer.
+  const u32 peer = thread - ASIDE_THREAD;  // on CUDA in another warp than the posts
   if (peer < shares.keeps) wait_system(shares.waits[peer] + block, 1);
   barrier();
   if (peer < shares.keeps) store_system(shares.waits[peer] + block, 0u);
@@ -687,10 +693,10 @@ TWO_SHOT(ficco_two_shot_bfloat16, bf16)
 TWO_SHOT(ficco_two_shot_float16, f16)
 TWO_SHOT(ficco_two_shot_float32, float)
 
-// Casts to e4m3 by factors that are powers of two, the smallest by which nothing overflows. What
-// shares a factor is a part of a row; so many threads, a power of two, are its team.
+// Casts to e4m3. A part of a row shares a factor: the smallest power of two that avoids overflow.
+// The threads of a part are a team, whose size is a power of two.
 
-// The largest of the team's. All threads of the block come here.
+// The largest value of the team. All threads of the block must call this.
 INLINE u32 largest_of(u32 value, u32 team) {
   for (u32 bit = 1; bit < team && bit < WARP; bit *= 2) {
     const u32 other = exchanged(value, bit);
@@ -698,7 +704,7 @@ INLINE u32 largest_of(u32 value, u32 team) {
   }
   if (team <= WARP) return value;
   SHARED u32 of_warps[CAST_THREADS / WARP];
-  barrier();  // who still reads those of the part before
+  barrier();  // other threads may still read the values of the part before
   if (thread_index() % WARP == 0) of_warps[thread_index() / WARP] = value;
   barrier();
   const u32 first = thread_index() / team * (team / WARP);
@@ -709,7 +715,7 @@ INLINE u32 largest_of(u32 value, u32 team) {
   return value;
 }
 
-// Bits that order values by their size, NaN above all; and the value that they are of.
+// Bits that order values by magnitude, NaN above all, and the inverse.
 INLINE u32 size_of(float value) { return bits_of(value) & 0x7fffffff; }
 INLINE u32 size_of(bf16 value) { return value.bits & 0x7fff; }
 INLINE u32 size_of(f16 value) { return value.bits & 0x7fff; }
@@ -717,30 +723,30 @@ INLINE void of_size(u32 size, float& to) { to = float_of(size); }
 INLINE void of_size(u32 size, bf16& to) { to.bits = (u16)size; }
 INLINE void of_size(u32 size, f16& to) { to.bits = (u16)size; }
 
-// To the nearest, ties to even; none is beyond the largest. As PyTorch's conversion.
-INLINE u32 spelt_e4m3(float value, u32 fnuz) {
+// Rounds to nearest, ties to even, as PyTorch does. No value exceeds the largest e4m3.
+INLINE u32 rounded_e4m3(float value, u32 fnuz) {
   const u32 bias = 7 + fnuz, sign = bits_of(value) >> 24 & 0x80;
   u32 size = size_of(value);
   if (size >= 0x7f800000) return fnuz ? 0x80 : sign | 0x7f;
-  if (size < (128 - bias) << 23) {  // below the normal numbers, as a multiple of the smallest
+  if (size < (128 - bias) << 23) {  // subnormal: a multiple of the smallest number
     const u32 unit = (148 - bias) << 23;
     size = bits_of(float_of(size) + float_of(unit)) - unit;
   } else {
     size -= (127 - bias) << 23;
     size = (size + 0x7ffff + (size >> 20 & 1)) >> 20;
   }
-  return size || !fnuz ? sign | size : 0;  // fnuz has no zero with a sign
+  return size || !fnuz ? sign | size : 0;  // fnuz has no negative zero
 }
 
 INLINE u32 e4m3(const float (&values)[4], u32 fnuz) {
   if (fnuz ? HAS_FNUZ : HAS_E4M3) return to_e4m3(values);
-  u32 found = 0;
+  u32 bytes = 0;
 #pragma unroll
-  for (u32 n = 0; n < 4; n++) found |= spelt_e4m3(values[n], fnuz) << 8 * n;
-  return found;
+  for (u32 n = 0; n < 4; n++) bytes |= rounded_e4m3(values[n], fnuz) << 8 * n;
+  return bytes;
 }
 
-// The exponent of the factor by which `largest` does not overflow, biased as in a float.
+// The biased exponent, as in a float, of the smallest factor that keeps `largest` from overflow.
 INLINE u32 exponent_of(float largest, u32 fnuz) {
   const u32 most = bits_of(fnuz ? 240.0f : 448.0f), bits = bits_of(largest);
   const u32 up = (bits & 0x7fffff) > (most & 0x7fffff), exponent = (bits >> 23) + up + 127;
@@ -749,14 +755,14 @@ INLINE u32 exponent_of(float largest, u32 fnuz) {
 
 template <typename In>
 INLINE Units<In, 16 / sizeof(In)> unit_at(const In* from, u32 aligned) {
-  Units<In, 16 / sizeof(In)> found;
+  Units<In, 16 / sizeof(In)> unit;
   if (aligned) {
-    found.units[0] = *(const u32x4*)from;
+    unit.units[0] = *(const u32x4*)from;
   } else {
 #pragma unroll
-    for (u32 e = 0; e < 16 / sizeof(In); e++) found.elements[e] = from[e];
+    for (u32 e = 0; e < 16 / sizeof(In); e++) unit.elements[e] = from[e];
   }
-  return found;
+  return unit;
 }
 
 template <typename In>
@@ -776,9 +782,9 @@ INLINE void store_cast(u8* to, const Units<In, 16 / sizeof(In)>& unit, float inv
     *(u32*)to = words[0];
 }
 
-// Rows of `cols` elements lie `in_pitch` elements apart, those of the result `out_pitch` bytes, and
-// those of their factors `factor_pitch`. Parts have `length` elements, but for the last of a row,
-// and all of them whole units. There are fewer than 2^31 parts.
+// Casts rows of `cols` elements. Pitches: `in_pitch` elements, `out_pitch` bytes of the result,
+// `factor_pitch` factors. A part has `length` elements, the last part of a row perhaps fewer, and
+// always whole units. There are fewer than 2^31 parts.
 template <typename In, u32 HELD>
 INLINE void cast(u8* out, u64 out_pitch, float* factors, u64 factor_pitch, const In* in,
                  u64 in_pitch, u32 rows, u32 cols, u32 length, u32 team, u32 fnuz, u32 aligned,
@@ -808,7 +814,7 @@ INLINE void cast(u8* out, u64 out_pitch, float* factors, u64 factor_pitch, const
         size = other > size ? other : size;
       }
     }
-    for (u32 n = member + HELD * team; n < units; n += team) {  // of long rows, read twice
+    for (u32 n = member + HELD * team; n < units; n += team) {  // read twice
       const Unit unit = unit_at(from + n * EACH, aligned);
 #pragma unroll
       for (u32 e = 0; e < EACH; e++) {
@@ -821,7 +827,7 @@ INLINE void cast(u8* out, u64 out_pitch, float* factors, u64 factor_pitch, const
     const float largest = to_float(most);
     const bool finite = size_of(largest) < 0x7f800000;
     const u32 exponent = exponent_of(largest, fnuz);
-    // What shares a factor with NaN or infinity becomes NaN.
+    // A part with NaN or infinity becomes NaN.
     const float factor = finite ? float_of(exponent << 23) : largest;
     const float inverse = finite ? float_of((254 - exponent) << 23) : float_of(0x7fc00000);
     u8* const to = out + row * out_pitch + begin;
@@ -851,22 +857,22 @@ CAST(ficco_cast_short_bfloat16, bf16, CAST_HELD_SHORT)
 CAST(ficco_cast_short_float16, f16, CAST_HELD_SHORT)
 CAST(ficco_cast_short_float32, float, CAST_HELD_SHORT)
 
-// Signals. One block, a thread for each word.
+// Signals. One block, one thread per word.
 
 struct Words {
   u32* at[SIGNAL_THREADS];
   u32 value[SIGNAL_THREADS];
 };
 
-// Writes words behind everything that the stream did before.
+// Writes words after all earlier work of the stream.
 KERNEL(SIGNAL_THREADS) ficco_post(CONSTANT Words words, u32 count) {
   const u32 i = thread_index();
   release_system();
   if (i < count) store_system(words.at[i], words.value[i]);
 }
 
-// Waits until words have their values. When `limit` ticks have passed it gives up, and writes
-// `first` + the index of a missing word to `late`.
+// Waits until each word has its value. After `limit` ticks a thread gives up and writes `first`
+// plus the index of its word to `late`.
 KERNEL(SIGNAL_THREADS) ficco_wait(CONSTANT Words words, u32 count, u32 first, u64 limit,
                                   u32* late) {
   const u32 i = thread_index();

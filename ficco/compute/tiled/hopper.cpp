@@ -1,36 +1,39 @@
-// One matrix product as one persistent kernel for Hopper (sm_90a), whose tiles wait for arriving rows
-// and announce finished rows. It is compiled at run time and needs no header.
+// A matrix product as one persistent kernel for Hopper (sm_90a). Tiles wait for arriving rows and
+// announce finished rows. The kernel is compiled at run time and needs no header.
 //
-// C[p] = A[p] @ B for up to MAX_PRODUCTS products that share B; 16-bit or float8 in, 16-bit out, sums
-// in float32. float8 is scaled: a factor for each row of A and each column of B, or one for all.
-// A block has a warp that loads (TMA), two warps that store (TMA) and two groups of four warps that
-// multiply (wgmma), each of them half of the rows of a tile. In a cluster of two, blocks share a
-// tile: one below the other (CM = 2, B is multicast) or side by side (CN = 2, A is multicast).
+// C[p] = A[p] @ B for up to MAX_PRODUCTS products that share B. Operands have 16 bits or are
+// float8, results have 16 bits, sums are float32. float8 operands have a factor for each row of A
+// and each column of B, or one factor each. A block has one warp that loads (TMA), two warps that
+// store (TMA) and two groups of four warps that multiply (wgmma), each group half of the rows of a
+// tile. The two blocks of a cluster share a tile: one has the upper and one the lower rows (CM = 2,
+// B is multicast), or the left and the right columns (CN = 2, A is multicast).
 //
-// A work list, made by worklist.py, says which cluster computes what in which order, in rounds of
-// one item per cluster; a round of empty items closes it. The loading warp waits until the gates of
-// an item are open. Tiles may be cut along k: parts lie in float32 in `parts` until the owner of the
-// tile adds them, always in the same order. All counters rest at zero, so that a graph can replay.
+// The work list of worklist.py has the items of each cluster in order, in rounds of one item per
+// cluster. A round of empty items ends it. The loading warp waits until the gates of an item are
+// open. A tile may be cut along k: its parts stay in float32 in `parts` until the owner of the tile
+// adds them, always in one order. All counters return to zero, so a graph can be replayed.
 //
-// Before this text come the function mma and the constants BM, BN (rows and columns of a tile of
-// one block), STAGES (of the ring of loads), CM, CN, SIZE (bytes of an element of A and B), B_ROWS
-// (1: B is [k, n], 0: B is [n, k], each with contiguous rows), PACK and WIDEN (the instructions that
-// round two float32, and read an element of C as float32), and PRECISE (1: what the instructions
-// for float8 add up in less than float32 is added up in float32 after each step).
+// hopper.py puts in front of this text: the function mma; BM and BN, rows and columns of the tile
+// of a block; STAGES, of the ring of loads; CM and CN; SIZE, bytes of an element of A and B;
+// B_ROWS, 1 if B is [k, n] and 0 if B is [n, k], both with contiguous rows; PACK, the instruction
+// that rounds two float32; WIDEN, the one that converts an element of C to float32; PRECISE, 1 to
+// add the sums of each step in float32, since the float8 instructions accumulate with less
+// precision.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 #define INLINE __device__ __forceinline__
 
-// The same numbers as in worklist.py and kernel.py.
+// worklist.py has the same numbers.
 constexpr int MAX_PRODUCTS = 8, MAX_GATES = 128;
 constexpr int LINE = 128, BK = LINE / SIZE;  // bytes and elements of a row in a step along k
 constexpr bool SCALED = SIZE == 1;
 
 constexpr int CLUSTER = CM * CN;
-constexpr int GROUP_ROWS = BM / 2, STRIPES = GROUP_ROWS / 64;  // of 64 rows, one wgmma each
+constexpr int GROUP_ROWS = BM / 2, STRIPES = GROUP_ROWS / 64;  // 64 rows each, one wgmma
 constexpr u32 BOX = 64 * LINE;                                 // bytes of 64 rows of a step
-// Of 64 columns. The last one is half used if B comes in boxes, and begins earlier if C goes in them.
+// Boxes of 64 columns. If BN is no multiple, half of the last box of B is unused, and the last box
+// of C overlaps the one before.
 constexpr int BOXES = (BN + 63) / 64;
 constexpr u32 A_BYTES = BM * LINE, B_BYTES = B_ROWS ? BOXES * BOX : BN * LINE;
 constexpr u32 STAGE = A_BYTES + B_BYTES;
@@ -42,27 +45,27 @@ struct alignas(64) Map {
   u64 words[16];
 };
 
-// Tensor maps of A and C per product, and of B.
+// Tensor maps: A and C of each product, and B.
 struct Maps {
   Map a[MAX_PRODUCTS], c[MAX_PRODUCTS], b;
 };
 
-// The other arguments.
+// Work lists and signals.
 struct Lists {
   const int4* items;
-  const u64* gates;     // addresses of words: 1 is open
-  const u64* words;     // addresses of words that announcements set to 1
-  const u32* targets;   // additions to a counter that complete an announcement
-  u32* counters;        // per announcement
-  u32* ready;           // per cut tile, block of the cluster and group: parts that are written
+  const u64* gates;     // addresses of words; a gate is open if its word is 1
+  const u64* words;     // addresses of the words that announcements set to 1
+  const u32* targets;   // value of the counter that completes an announcement
+  u32* counters;        // of each announcement
+  u32* ready;           // per cut tile, block of the cluster and group: number of written parts
   float4* parts;        // per slot, block of the cluster and group: a part of a tile
-  u32* late;            // becomes 1 + a gate that did not open, 1 + MAX_GATES for parts
-  u64 limit_ns;         // after which the kernel no longer waits
+  u32* late;            // set to 1 + a gate that did not open, or 1 + MAX_GATES for parts
+  u64 limit_ns;         // time after which the kernel gives up waiting
   u32 clusters, gate_count;
 };
 
-// The factors of float8: where those of the products' rows and of B's columns begin, how far apart
-// they are (0: one for all), how many there are; and a row that is added, of C's dtype, or null.
+// Factors of float8 operands: for the rows of each product and for the columns of B, with strides
+// (0: one factor for all) and counts. `bias`, a row of C's dtype or null, is added.
 struct Scales {
   const float* a[MAX_PRODUCTS];
   const float* b;
@@ -71,13 +74,14 @@ struct Scales {
   int n, a_stride, b_stride;
 };
 
-// A tile, or a part of it along k: columns [k0, k0 + kn) in units of BK. Ranges are inclusive.
+// A tile, or a part of it: [k0, k0 + kn) along k, in units of BK. Ranges of gates and announcements
+// include their ends.
 struct Item {
   int product, row, column, k0;
-  int kn;      // 0: the list has ended
-  int tile;    // the index of a tile that is cut along k; -1: it is whole
-  int slot;    // where its part lies; of an owner: the first of the others' parts
-  int others;  // parts that the owner adds to its own; 0: this is such a part
+  int kn;      // 0: end of the list
+  int tile;    // index of a tile that is cut along k; -1: the tile is whole
+  int slot;    // slot of this part; for the owner, the slot of the first other part
+  int others;  // for the owner, number of other parts; 0: this is another part
   int gate_first, gate_last, announce_first, announce_last;  // none: 0, -1
 };
 
@@ -112,8 +116,8 @@ INLINE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At the same barrier of a block of the cluster. The scope stays the default one: .release.cluster
-// is a fence in each k step, which cost a quarter of the speed.
+// Arrives at the same barrier of a block of the cluster, with the default scope: .release.cluster
+// would be a fence in each step along k, which costs a quarter of the speed.
 INLINE void barrier_arrive_at(u32 barrier, u32 block) {
   asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
@@ -127,7 +131,8 @@ INLINE void barrier_expect(u32 barrier, u32 bytes) {
                : "memory");
 }
 
-// A box of a matrix at column x and row y; to both blocks of a cluster if BOTH. Zeros outside.
+// Loads a box of a matrix at column x and row y, for both blocks of a cluster if BOTH. Elements
+// outside of the matrix are zeros.
 template <bool BOTH>
 INLINE void load(u32 to, const Map* map, u32 barrier, int x, int y) {
   if constexpr (BOTH) {
@@ -145,7 +150,7 @@ INLINE void load(u32 to, const Map* map, u32 barrier, int x, int y) {
   }
 }
 
-// A box of 64 x 64 elements of C. What is outside of the matrix is not stored.
+// Stores a box of 64 x 64 elements of C, except elements outside of the matrix.
 INLINE void store(const Map* map, u32 from, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
                    map),
@@ -208,10 +213,11 @@ INLINE float widen(const unsigned short* at) {
   return value;
 }
 
-// Multiplies a thread's sums of a product, which begin at a row and a column, by their factors, and
-// adds the bias (PTX, "Register fragments for wgmma.mma_async.m64nNk32"). What is outside of the
-// matrix is not stored, so that any factor will do. Those of rows arrive with the rows: the loading
-// warp has acquired them, and its barriers hand that on; L1 may hold what was there before.
+// Multiplies the sums of a thread by their factors and adds the bias. `row` and `column` are those
+// of its first sum (PTX, "Register fragments for wgmma.mma_async.m64nNk32"). Sums outside of the
+// matrix get any factor, since they are not stored. Factors of rows arrive with the rows: the
+// loading warp has acquired them, and its barriers order these loads after that. L1 may have stale
+// factors, so the loads bypass it.
 INLINE void scale(float (&sums)[STRIPES][BN / 2], const Scales& scales, int product, int row,
                   int column) {
 #pragma unroll
@@ -238,14 +244,14 @@ INLINE void scale(float (&sums)[STRIPES][BN / 2], const Scales& scales, int prod
   }
 }
 
-// Waits, once per gate, until the gates of items are open.
+// Waits until the gates of an item are open, once per gate.
 struct Gates {
-  u64 low = 0, high = 0;  // gates that were seen open
+  u64 low = 0, high = 0;  // bits of gates that are known to be open
   u64 deadline;
   bool waits = true;
 
-  // The lanes of a warp look at all gates at once: one after the other costs most of a microsecond
-  // each even if they are open.
+  // The lanes of a warp load all gates at once. One after the other, each open gate would cost most
+  // of a microsecond.
   INLINE void look(const Lists& lists, u32 lane) {
     if (!lists.gate_count) return;
 #pragma unroll
@@ -256,7 +262,7 @@ struct Gates {
       const u64 lanes = __ballot_sync(~0u, open);
       (first < 64 ? low : high) |= lanes << (first & 63);
     }
-    // Hands on what the other lanes acquired; then as in pass.
+    // Orders the loads of lane 0 after what the other lanes acquired. The fence is that of `pass`.
     __syncwarp();
     asm volatile("fence.proxy.async.global;" ::: "memory");
   }
@@ -278,15 +284,16 @@ struct Gates {
       (gate < 64 ? low : high) |= bit;
       waited = true;
     }
-    // TMA reads by another proxy than the load of the word.
+    // TMA reads through another proxy than the load of the word.
     if (waited) asm volatile("fence.proxy.async.global;" ::: "memory");
   }
 };
 
-// One more store warp has stored its rows of a tile. The end of a bulk store is a fence between its
-// proxy and the generic one. The first fence and the additions release what was stored; whoever adds
-// last acquires that from all others, and releases it to the system, by the second fence. Loads and
-// additions of different announcements are in flight together: the last tile's delay the end.
+// Counts the rows that this store warp has stored, and announces rows that are complete. The end of
+// a bulk store orders its proxy before the generic one. The first fence and the additions release
+// the stored rows. The warp with the last addition acquires the rows of all warps and releases them
+// to the system, by the second fence. Loads and additions of several announcements are in flight
+// together, since those of the last tile delay the end of the kernel.
 INLINE void announce(const Lists& lists, int first, int last) {
   constexpr int AT_ONCE = 2;
   for (int i = first; i <= last; i += AT_ONCE) {
@@ -314,7 +321,7 @@ INLINE void announce(const Lists& lists, int first, int last) {
   }
 }
 
-// Waits until so many of the enqueued steps are left; they write registers until here.
+// Waits until only LEFT of the enqueued steps run. Until then steps write their registers.
 template <int LEFT>
 INLINE void wait_steps(float (&of)[STRIPES][BN / 2]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
@@ -331,7 +338,8 @@ INLINE void add(float (&sums)[STRIPES][BN / 2], const float (&step)[STRIPES][BN 
     for (int j = 0; j < BN / 2; ++j) sums[s][j] += step[s][j];
 }
 
-// Adds the others' parts, or writes this one. Threads of a group hold the same elements each time.
+// put_part writes the sums of a part, add_part adds them. A thread has the same elements in all
+// parts.
 INLINE void put_part(float (&sums)[STRIPES][BN / 2], float4* part) {
 #pragma unroll
   for (int s = 0; s < STRIPES; ++s)
@@ -355,8 +363,8 @@ INLINE void add_part(float (&sums)[STRIPES][BN / 2], const float4* part) {
     }
 }
 
-// 160 registers and not 168, which would fill the processor: a small kernel that is resident, such
-// as one that copies for a peer, must fit beside a block, or blocks wait for its processor.
+// With 168 registers a block would fill its SM. With 160 a small resident kernel, such as a copy
+// for a peer, fits beside the block; otherwise blocks would wait for its SM.
 #if CM * CN > 1
 extern "C" __global__ void __cluster_dims__(CM* CN, 1, 1) __maxnreg__(160)
 #else
@@ -364,7 +372,7 @@ extern "C" __global__ void __maxnreg__(160)
 #endif
     ficco_tiled(const __grid_constant__ Maps maps, const __grid_constant__ Lists lists,
                 const __grid_constant__ Scales scales) {
-  // Shared memory: per group two boxes of C that are being stored, the ring, barriers.
+  // Shared memory: two boxes of C for each group, the ring of loads, barriers.
   extern __shared__ char memory[];
   const u32 boxes = (shared_address(memory) + 1023) & ~1023u, ring = boxes + 4 * BOX;
   const u32 full = ring + STAGES * STAGE, empty = full + 8 * STAGES;
@@ -394,7 +402,7 @@ extern "C" __global__ void __maxnreg__(160)
 
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (warp == 0 && lane == 0) {  // loads
+    if (warp == 0 && lane == 0) {  // the loading warp
       gates.deadline = now_ns() + lists.limit_ns;
       prefetch(&maps.b);
       u32 stage = 0, phase = 1;
@@ -414,7 +422,7 @@ extern "C" __global__ void __maxnreg__(160)
           } else {
             load<false>(a, map, done, k * BK, item.row + row_in_tile);
           }
-          // With CM = 2 each block loads its half for both, with CN = 2 its own columns.
+          // With CM = 2 a block loads half of B for both blocks, with CN = 2 its own columns.
           const int column = item.column + rank * (BN / CM);
           const u32 to = b + (CM > 1 ? rank * (B_BYTES / 2) : 0);
           if constexpr (B_ROWS) {
@@ -430,7 +438,7 @@ extern "C" __global__ void __maxnreg__(160)
           }
         }
       }
-    } else if ((warp == 1 || warp == 2) && lane == 0) {  // stores the boxes of a group
+    } else if ((warp == 1 || warp == 2) && lane == 0) {  // the storing warp of a group
       const int group = warp - 1;
       u32 count = 0;
       for (u32 i = mine;; i += lists.clusters) {
@@ -452,21 +460,22 @@ extern "C" __global__ void __maxnreg__(160)
       }
       asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     }
-  } else {  // multiplies
+  } else {  // the multiplying groups
     asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
     const int group = warp / 4 - 1, thread = threadIdx.x & 127, warp_in_group = thread >> 5;
     // Matrix descriptors (PTX, "Matrix descriptor format"): address, leading and stride byte
-    // offset, all without their last 4 bits, and swizzles of 128 bytes. [n, k] in memory: 1024
-    // bytes from 8 rows to the next; an instruction takes 32 bytes of k. [k, n] in memory, in boxes of
-    // 64 n x 64 k: one box from 64 n to the next, 1024 bytes from 8 k to the next; 16 k are 2048 bytes.
+    // offset, each divided by 16, and a swizzle of 128 bytes. If memory is [n, k], 8 rows take 1024
+    // bytes, and an instruction reads 32 bytes along k. If memory is [k, n], boxes have 64 n x 64
+    // k: 64 n take one box, 8 k take 1024 bytes, and the 16 k of an instruction take 2048 bytes.
     constexpr u64 SWIZZLED = 1ull << 62 | (u64)(1024 >> 4) << 32;
     constexpr u64 B_LEADING = (u64)(B_ROWS ? BOX >> 4 : 1) << 16;
     constexpr u32 B_STEP = (B_ROWS ? 2048 : 32) >> 4;
-    // The upper bits of an address in a cluster are the block's; they are no part of a descriptor.
+    // The upper bits of a shared address name the block in its cluster. A descriptor has none of
+    // them.
     const u32 ring_at = ring & 0x3ffff;
     const u64 a_first = SWIZZLED | 1ull << 16 | (ring_at + group * GROUP_ROWS * LINE) >> 4;
     const u64 b_first = SWIZZLED | B_LEADING | (ring_at + A_BYTES) >> 4;
-    // Where stmatrix puts this thread's rows of 16 bytes.
+    // Where stmatrix stores the rows of 16 bytes of this thread.
     const u32 box_row = warp_in_group * 16 + (lane & 15), box_column = lane >> 4;
     const u32 box_at = boxes + group * 2 * BOX + box_row * 128;
     float sums[STRIPES][BN / 2];
@@ -479,7 +488,7 @@ extern "C" __global__ void __maxnreg__(160)
         barrier_arrive(empty + 8 * done);
       }
     };
-    // Enqueues a step, or adds it; returns its stage.
+    // Enqueues a step that overwrites `into`, or adds to it. Returns the stage of its operands.
     const auto multiply = [&](float (&into)[STRIPES][BN / 2], bool adds) {
       barrier_wait(full + 8 * stage, phase);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -503,7 +512,7 @@ extern "C" __global__ void __maxnreg__(160)
     while (next.kn) {
       const Item item = next;
       next = item_at(lists.items, i += lists.clusters);
-      if constexpr (PRECISE) {  // a step is added while the next one is multiplied
+      if constexpr (PRECISE) {  // adds a step while the next one is multiplied
         float one[STRIPES][BN / 2], two[STRIPES][BN / 2];
 #pragma unroll
         for (int j = 0; j < BN / 2; ++j) sums[0][j] = 0.0f;
@@ -554,7 +563,7 @@ extern "C" __global__ void __maxnreg__(160)
           continue;
         }
         if (thread == 0) {
-          // Other clusters wait for gates up to the limit, then write their parts.
+          // Other clusters may wait up to the limit for their gates before they write their parts.
           const u64 began = now_ns();
           while (load_device(ready) != item.others) {
             if (now_ns() - began <= 2 * lists.limit_ns) continue;
@@ -591,6 +600,6 @@ extern "C" __global__ void __maxnreg__(160)
         }
     }
   }
-  // A block must not end while the other one multicasts to it or arrives at its barriers.
+  // A block must not end while the other block multicasts to it or arrives at its barriers.
   if constexpr (CLUSTER > 1) cluster_sync();
 }
