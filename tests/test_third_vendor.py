@@ -117,6 +117,17 @@ def test_ranks_with_and_without_the_launch_of_a_two_shot_meet(at: Rank) -> None:
 
 
 @on_ranks(3)
+def test_a_two_shot_by_columns_stores_contiguous_rows(at: Rank) -> None:
+    each = [integers(6, rank, 0, shape=(6, 8)).float() for rank in range(3)]
+    weights = [integers(6, rank, 1, shape=(8, 256)).float() for rank in range(3)]
+    with ficco.options(workspace_bytes=1 << 12):
+        result = ficco.matmul_all_reduce(each[at.rank], weights[at.rank], schedule="two-shot")
+    (kind,) = [kind for kind in workspaces()[0].programs.values() if kind.columns]
+    assert 0 < kind.columns < 256 and kind.plan.schedule == "two-shot"
+    assert torch.equal(result, sum(a @ b for a, b in zip(each, weights, strict=True)))
+
+
+@on_ranks(3)
 def test_blocks_of_the_caller(at: Rank) -> None:
     """The caller polls the words, as its kernels would."""
     case = equal(3, 16, 16, 8)

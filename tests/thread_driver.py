@@ -286,6 +286,7 @@ class ThreadKernels:
         signals: Signals,
         stream: Stream,
     ) -> None:
+        assert all(rows.is_contiguous() for rows in (out, *(rows for _, _, rows in keeps)))
         self.one_shot(out, parts, replace(signals, rear=Script()), stream)
         posts = [MemOp(WRITE_32, one + 4 * i, 1) for _, one in sends for i in range(blocks)]
         waits = [MemOp(WAIT_32, one + 4 * i, 1) for _, one, _ in keeps for i in range(blocks)]

@@ -242,10 +242,11 @@ class ProductCall(Invocation):
         scales, n = self.scales, self.b.shape[1]
         for first in range(0, n, cached.columns):
             last = min(first + cached.columns, n)
-            into = call.tensors["out"][..., first:last]
             part = scales.columns(first, last, n) if scales else None
-            request = self.schedule, self.rows, False, into, self.purpose, part, self.transposed
-            run(self.operator, self.a, self.b[:, first:last], workspace.group, *request)
+            request = self.schedule, self.rows, False, None, self.purpose, part, self.transposed
+            b, group = self.b[:, first:last], workspace.group
+            # A result of their own, since a two-shot needs contiguous rows.
+            call.tensors["out"][..., first:last] = run(self.operator, self.a, b, group, *request)[0]
 
 
 #: Schedules that ``auto`` tries under a memory cap if no candidate fits.
