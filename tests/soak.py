@@ -64,9 +64,12 @@ SLEEP_S, CYCLES = 0.001, 1_800_000
 TIMEOUT_S, STUCK_S, WATCHED_CALLS, ROUND_S = 60.0, 300.0, 64, 86_400.0
 #: Seconds between lines of progress.
 PROGRESS_S = 10.0
-#: A cap on symmetric memory that no case needs, and the shares of cases that have it, whose left
-#: operand is in symmetric memory, that keep what they gathered, and that need gradients.
-CAP, SHARE = 1 << 22, 0.3
+#: A cap on symmetric memory that serves all cases with one slot, and smaller caps, under which
+#: calls run by rings or by columns, or are refused.
+CAP, SMALL_CAPS = 1 << 22, (1 << 11, 1 << 12, 1 << 13)
+#: Share of cases with a cap, of cases with the left operand in symmetric memory, of cases that keep
+#: gathered rows, and of cases with gradients.
+SHARE = 0.3
 #: In counts: calls by their numbers, so that backwards and rounds of experts are some, too.
 MADE = "calls"
 
@@ -122,13 +125,13 @@ OF: dict[str, Subject] = {**SUBJECTS, "arriving": Arriving()}
 @dataclass(frozen=True)
 class SoakCase:
     """One kind of call of a subject, in a group by its number. The left operand may be in symmetric
-    memory, which may be capped to one slot; the gathered operand may be kept for gradients."""
+    memory, which may have a cap in bytes; the gathered operand may be kept for gradients."""
 
     name: str
     case: Case
     group: int
     symmetric: bool
-    capped: bool
+    cap: int | None
     keeps: bool
 
     @property
@@ -140,7 +143,7 @@ class SoakCase:
         subject, case = self.subject, self.case
         for operand, need in zip(operands, case.needs, strict=False):
             operand.requires_grad_(need)
-        with ficco.options(workspace_bytes=CAP if self.capped else None, save_gathered=self.keeps):
+        with ficco.options(workspace_bytes=self.cap, save_gathered=self.keeps):
             given = subject.laid_out(case, operands), variant.constants
             results = subject.call(case, *given, group=group)
             asked = [number for number, one in enumerate(results) if one.requires_grad]
@@ -178,7 +181,8 @@ def draw(chance: random.Random, group: int, world: int, device: str) -> SoakCase
     )
     travels = name in OPERATORS and not OPERATORS[name].scatters and case.layout == ""
     symmetric, capped, keeps = (chance.random() < SHARE for _ in range(3))
-    return SoakCase(name, case, group, symmetric and travels and not asks, capped, keeps)
+    cap = chance.choice((CAP, *SMALL_CAPS)) if capped else None
+    return SoakCase(name, case, group, symmetric and travels and not asks, cap, keeps)
 
 
 def variant(soaked: SoakCase, at: Rank, iteration: int) -> Variant:
@@ -201,7 +205,8 @@ def variant(soaked: SoakCase, at: Rank, iteration: int) -> Variant:
 @dataclass(eq=False)
 class Kind:
     """A case on a rank, without variants if the rank is not in the group. ``symmetric``: memory of
-    the left operand; a ``graph`` holds a call of ``operands``, which gives ``results``."""
+    the left operand; a ``graph`` holds a call of ``operands``, which gives ``results``. ``refused``
+    counts calls that did not fit under the cap and were made again without it."""
 
     case: SoakCase
     group: Any
@@ -210,6 +215,7 @@ class Kind:
     graph: Any = None
     operands: Tensors = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
+    refused: int = 0
 
     def call(self, index: int) -> list[torch.Tensor]:
         """The results for the operands of a variant, of which a copy is read and then erased."""
@@ -223,7 +229,13 @@ class Kind:
             operands = [one.clone() for one in chosen.operands]
             if self.symmetric is not None:
                 operands[0] = self.symmetric[: len(operands[0])].copy_(operands[0])
-            results = self.case.call(chosen, operands, self.group)
+            try:
+                results = self.case.call(chosen, operands, self.group)
+            except ValueError as error:  # on all ranks
+                if "workspace_bytes: required" not in str(error):
+                    raise
+                self.refused += 1
+                results = replace(self.case, cap=None).call(chosen, operands, self.group)
         for operand in operands:
             operand.detach().zero_()
         return results
@@ -355,7 +367,7 @@ def captured(at: Rank, kinds: Sequence[Kind]) -> list[Kind]:
 
     def can(case: SoakCase) -> bool:
         waits = case.subject.traceable(case.case) != case.case  # for counts of other ranks
-        return not (any(case.case.needs) or case.capped or waits or may_spin(case))
+        return not (any(case.case.needs) or case.cap or waits or may_spin(case))
 
     graphs = [replace(kind, symmetric=None) for kind in kinds if can(kind.case)][:GRAPHS]
     for kind in graphs:
@@ -396,6 +408,7 @@ def calls(at: Rank, given: Round, kinds: Sequence[Kind], graphs: Sequence[Kind])
             except Exception as error:
                 raise RuntimeError(f"{done.where(at, given)}: {error!r}") from error
         counts["replays" if kind.graph else kind.case.name] += 1
+        counts["under a small cap"] += kind.case.cap in SMALL_CAPS
 
     def compare(most: int) -> None:
         if len(kept) <= most:
@@ -418,6 +431,7 @@ def calls(at: Rank, given: Round, kinds: Sequence[Kind], graphs: Sequence[Kind])
                 make(number, graphs.index(kind), kind)
         compare(KEPT[at.device.type])
     compare(0)
+    counts["refused under a cap"] = sum(kind.refused for kind in kinds)
     return counts
 
 
