@@ -106,8 +106,7 @@ COMMANDS = {
         "measure this machine, and which schedules are fastest on it, for schedule='auto'",
     ),
     "doctor": Command(
-        "measure",
-        "print versions, devices, links, engines, and what would be used and why",
+        "measure", "print versions, devices, links, engines, and what would be used and why"
     ),
 }
 
@@ -122,18 +121,14 @@ STEPS = ("layers", "fsdp")
 OPERATOR_NAMES = tuple(dict.fromkeys((*ASKABLE, *FAMILIES, *STEPS)))
 
 
-def _bare(names: str) -> str:
-    """Names without their quotes, which argparse prints before Python 3.12."""
-    return names.replace("'", "")
-
-
-#: Errors of argparse, and the same in the words of other errors.
+#: Errors of argparse, and the same in the words of other errors, without the quotes of names that
+#: argparse prints before Python 3.12.
 WORDING: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"argument (\S+): invalid int value: (.*)", r"\1: required a whole number, got \2"),
     (r"argument (\S+): invalid float value: (.*)", r"\1: required a number, got \2"),
     (
         r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)",
-        lambda error: f"{error[1]}: required one of {_bare(error[3])}, got {error[2]}",
+        lambda e: f"{e[1]}: required one of " + e[3].replace("'", "") + f", got {e[2]}",
     ),
     (r"argument (\S+): expected (.*)", r"\1: required \2, got none"),
     (r"the following arguments are required: (.*)", r"required \1, got none"),
@@ -280,6 +275,7 @@ EXTRA = ("pandas", "matplotlib", "rich")
 
 #: Kinds of options, as argparse takes them.
 FLAG: dict[str, Any] = {"action": "store_true"}
+NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 NAMES: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 CSV: dict[str, Any] = {"type": Path, "metavar": "CSV"}
@@ -309,35 +305,31 @@ def require_extra() -> None:
 
 
 def site(
-    machine: str | None, world: int | None, *, captured: bool = False, default: str | None = None
+    machine: str | None,
+    world: int | None,
+    *,
+    captured: bool = False,
+    host: Fingerprint | str | None = None,
 ) -> Where:
-    """The machine of ``--machine``, of the environment, or the default or this host's."""
-
+    """The machine of ``--machine``, of the environment, or of ``host``: by default this host's."""
     from ficco.heuristics import where
 
-    def here() -> Fingerprint:
+    if host is None:
         from ficco.dma.engine import fingerprint
 
         device = launch.default_device()
-        return fingerprint(device, launch.check_ranks(None, device))
-
-    host = here() if default is None else default
+        host = fingerprint(device, launch.check_ranks(None, device))
     return where(machine, world, host, captured=captured)
 
 
 def add_ranks(parser: Any, ranks: str = "ranks to start (default: a GPU each, or 4)") -> None:
     """Add ``--ranks``, ``--device`` and ``--oversubscribe``."""
-    parser.add_argument("--ranks", type=int, metavar="N", help=ranks)
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="cuda is any vendor's GPU (default: cuda where torch sees one)",
-    )
-    parser.add_argument(
-        "--oversubscribe",
-        **FLAG,
-        help=f"start more than {launch.RANKS_PER_CORE} CPU ranks per core",
-    )
+    add = parser.add_argument
+    add("--ranks", **NUMBER, help=ranks)
+    text = "cuda is any vendor's GPU (default: cuda where torch sees one)"
+    add("--device", choices=("cpu", "cuda"), help=text)
+    text = f"start more than {launch.RANKS_PER_CORE} CPU ranks per core"
+    add("--oversubscribe", **FLAG, help=text)
 
 
 def add_fields(parser: Any, settings: Any, *names: str) -> None:
@@ -362,10 +354,9 @@ def field_values(arguments: Any, settings: Any) -> dict[str, Any]:
 
 def add_files(parser: Any, folder: str, subject: str) -> None:
     """Add ``--out`` and ``--name``, the files of a measurement."""
-    parser.add_argument(
-        "--out", type=Path, default=Path(folder), help=f"folder (default: {folder})"
-    )
-    parser.add_argument("--name", help=f"name of the files (default: {subject}, machine and date)")
+    add = parser.add_argument
+    add("--out", type=Path, default=Path(folder), help=f"folder (default: {folder})")
+    add("--name", help=f"name of the files (default: {subject}, machine and date)")
 
 
 def operator_of(name: str) -> str:
@@ -381,16 +372,16 @@ def add_sizes(parser: Parser) -> None:
     others = ", ".join(name for name in FAMILIES if name != mine.whose)
     text = f"`{parser.prog} FAMILY --help` lists the sizes of other families: {others}"
     group = parser.add_argument_group(f"sizes of {mine.whose}", text)
-    options: dict[str, Size] = {
-        k: v for one in (mine, *ASKABLE.values(), mine) for k, v in one.sizes.items()
-    }
+    options: dict[str, Size] = {}
+    for one in (mine, *ASKABLE.values(), mine):
+        options |= one.sizes
     for name, size in options.items():
-        text = size.text + f": {' or '.join(size.names)} (default: {size.default})" * bool(
-            size.names
-        )
-        kind: dict[str, Any] = {"type": size.kind, "metavar": "NAME" if size.names else "N"}
+        text, kind = size.text, NUMBER
         if size.kind is bool:
             kind = {"action": argparse.BooleanOptionalAction}
+        elif size.names:
+            text += f": {' or '.join(size.names)} (default: {size.default})"
+            kind = {"metavar": "NAME"}
         text = text if name in mine.sizes else argparse.SUPPRESS
         option = f"--{name.replace('_', '-')}"
         group.add_argument(option, **kind, dest=name, default=None, help=text)
@@ -406,27 +397,17 @@ def sizes(arguments: Any) -> dict[str, Any]:
 
 def add_world(parser: Any) -> None:
     """Add ``--world`` and ``--hosts``."""
-    parser.add_argument(
-        "--world",
-        type=int,
-        metavar="N",
-        help="number of ranks (default: the machine's on each host)",
-    )
-    parser.add_argument(
-        "--hosts", type=int, metavar="N", default=1, help="hosts of the ranks (default: 1)"
-    )
+    add = parser.add_argument
+    add("--world", **NUMBER, help="number of ranks (default: the machine's on each host)")
+    add("--hosts", **NUMBER, default=1, help="hosts of the ranks (default: 1)")
 
 
 def add_ranks_of_rows(parser: Parser) -> None:
     """Add ``--world``, ``--hosts`` and ``--rows``."""
     add_world(parser)
-    parser.add_argument(
-        "--rows",
-        help="rows of each rank if they differ: 3,4,5; for an all-to-all a table with a line per "
-        "sender: 3,4;5,6"
-        if parser.operator in OPERATORS
-        else argparse.SUPPRESS,
-    )
+    text = "rows of each rank if they differ: 3,4,5; for an all-to-all a table with a line per "
+    text += "sender: 3,4;5,6"
+    parser.add_argument("--rows", help=text if parser.operator in OPERATORS else argparse.SUPPRESS)
 
 
 def shapes(arguments: Any, sets: Iterable[str]) -> list[Case]:
@@ -474,9 +455,8 @@ def picture(path: Path | None, option: str = "--draw") -> None:
 
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.lower().removeprefix(".") not in known:
-        raise ValueError(
-            f"{option}: required a file with one of the suffixes {', '.join(known)}, got {path}"
-        )
+        wanted = f"required a file with one of the suffixes {', '.join(known)}"
+        raise ValueError(f"{option}: {wanted}, got {path}")
 
 
 def command() -> str:

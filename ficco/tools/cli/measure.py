@@ -30,6 +30,7 @@ from ficco.tools.cli import (
     FLAG,
     GATHERS,
     NAMES,
+    NUMBER,
     OPERATOR_NAMES,
     STEPS,
     add_fields,
@@ -62,47 +63,32 @@ KINDS = ("attention", "experts", *STEPS)
 def _add_measured(parser: Any) -> Any:
     """Add the options that select the measured workloads; return their group."""
     measured = parser.add_argument_group("what is measured")
-    measured.add_argument(
-        "--operator",
-        **NAMES,
-        choices=OPERATOR_NAMES,
-        help=f"operators of one family, each on all shapes: {', '.join(OPERATORS)}; "
+    add = measured.add_argument
+    text = (
+        f"operators of one family, each on all shapes: {', '.join(OPERATORS)}; "
         f"{', '.join(FAMILIES['attention'])}; experts; a family's name for all of it; layers for "
         "forward and backward of two layers of Llama 3 70B, with their weights sharded; fsdp for "
         "those of six blocks of Llama 3 8B under FSDP2 (default: "
-        f"{cases.OPERATOR}, or those of the set)",
+        f"{cases.OPERATOR}, or those of the set)"
     )
-    measured.add_argument(
-        "--set",
-        **NAMES,
-        choices=list(cases.SETS),
-        help=f"shapes of products: {', '.join(cases.SETS)}; scattering operators take them with n "
-        "and k exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and "
-        "experts)",
-    )
-    text = "shapes of products: columns name, m, n, k; optionally op"
-    measured.add_argument("--shapes", **CSV, help=text)
-    measured.add_argument(
-        "--dtype",
-        **NAMES,
-        choices=cases.DTYPES,
-        help="dtypes, or kinds of float8 operands with scales, in place of the shapes' own: "
-        + ", ".join(cases.DTYPES),
-    )
-    measured.add_argument("--only", **NAMES, help="only the shapes with these names")
-    measured.add_argument(
-        "--schedules",
-        **NAMES,
-        help="ficco schedules, such as shard-overlap:tail=4 (default: a list). Of products, the "
+    add("--operator", **NAMES, choices=OPERATOR_NAMES, help=text)
+    text = f"shapes of products: {', '.join(cases.SETS)}; scattering operators take them with n "
+    text += "and k exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and "
+    add("--set", **NAMES, choices=list(cases.SETS), help=f"{text}experts)")
+    add("--shapes", **CSV, help="shapes of products: columns name, m, n, k; optionally op")
+    text = "dtypes, or kinds of float8 operands with scales, in place of the shapes' own: "
+    text += ", ".join(cases.DTYPES)
+    add("--dtype", **NAMES, choices=cases.DTYPES, help=text)
+    add("--only", **NAMES, help="only the shapes with these names")
+    text = (
+        "ficco schedules, such as shard-overlap:tail=4 (default: a list). Of products, the "
         "suffix @symmetric puts the shard in symmetric memory, @stages=2 leaves memory for two "
         "steps; candidates stands for those that auto compares, candidates=3 for the three of "
-        "library products that are predicted to be fastest",
+        "library products that are predicted to be fastest"
     )
-    measured.add_argument(
-        "--mode",
-        help="modes, separated by commas: queued, idle, graph; a replay has no graph, CPU ranks "
-        "only idle (default: all that the ranks have)",
-    )
+    add("--schedules", **NAMES, help=text)
+    text = "modes, separated by commas: queued, idle, graph; a replay has no graph, CPU ranks "
+    add("--mode", help=f"{text}only idle (default: all that the ranks have)")
     return measured
 
 
@@ -116,14 +102,9 @@ def _add_output(parser: Any) -> Any:
 
 
 def add_bench(parser: Any) -> None:
-    measured = _add_measured(parser)
-    measured.add_argument(
-        "--without",
-        **NAMES,
-        choices=OPTIONAL,
-        default=[],
-        help=f"baselines to leave out: {', '.join(OPTIONAL)}; the native one has been seen to hang",
-    )
+    add = _add_measured(parser).add_argument
+    text = f"baselines to leave out: {', '.join(OPTIONAL)}; the native one has been seen to hang"
+    add("--without", **NAMES, choices=OPTIONAL, default=[], help=text)
     add_ranks(parser)
     add_fields(_add_output(parser), BenchSettings, "timelines")
 
@@ -135,9 +116,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
     device, ranks = place(arguments)
     kind = kind_of(arguments)
-    subject, settings_of_kind = (
-        _others(arguments, device, kind) if kind in KINDS else _products(arguments, device)
-    )
+    measurement = partial(_others, kind=kind) if kind in KINDS else _products
+    subject, settings_of_kind = measurement(arguments, device)
     if "world" in arguments:
         subject = f"replay-{arguments.world}-{subject}"
     settings = BenchSettings(
@@ -171,14 +151,10 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 def add_replay(parser: Any) -> None:
     _add_measured(parser)
-    parser.add_argument("--world", type=int, metavar="N", required=True, help="ranks of the group")
+    parser.add_argument("--world", **NUMBER, required=True, help="ranks of the group")
     add_fields(parser, Replayed, "rank", "machine")
-    parser.add_argument(
-        "--products",
-        **FLAG,
-        help="first measure what products take on this GPU, in about 20 s, for auto and for what "
-        "peers send",
-    )
+    text = "first measure what products take on this GPU, in about 20 s, for auto and for what "
+    parser.add_argument("--products", **FLAG, help=f"{text}peers send")
     _add_output(parser)
 
 
@@ -210,9 +186,8 @@ def kind_of(arguments: argparse.Namespace) -> str:
     named = arguments.operator or (GATHERS,)
     names = [name for one in named for name in FAMILIES.get(one, (one,))]
     arguments.operator = names if arguments.operator else None
-    kind, *others = dict.fromkeys(
-        ASKABLE[name].whose if name in ASKABLE else name for name in names
-    )
+    kinds = (ASKABLE[name].whose if name in ASKABLE else name for name in names)
+    kind, *others = dict.fromkeys(kinds)
     if others:
         raise ValueError(f"--operator: required one family, got {kind} and {others[0]}")
     unserved = (*OF_PRODUCTS, *("schedules", "timelines") * (kind in STEPS))
@@ -300,10 +275,10 @@ def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measuremen
     from ficco.schedules import Schedule
 
     room: Any = import_module(f"ficco.tools.bench.{kind}")
+    wanted, names = arguments.operator, arguments.schedules or ()
     shapes_of_kind = [
-        one for one in room.SHAPES[device] if getattr(one, "operator", kind) in arguments.operator
+        one for one in room.SHAPES[device] if getattr(one, "operator", kind) in wanted
     ]
-    names = arguments.schedules or ()
     return kind, {
         "subject": room.SUBJECT,
         "cases": tuple(_only(arguments, shapes_of_kind)),
@@ -405,11 +380,8 @@ DEMO_S = 300.0
 
 def add_demo(parser: Any) -> None:
     add_ranks(parser, "ranks to start (default: 4, or a GPU each)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder for the pictures (default: a new one in the folder for temporary files)",
-    )
+    text = "folder for the pictures (default: a new one in the folder for temporary files)"
+    parser.add_argument("--out", type=Path, help=text)
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
@@ -439,22 +411,20 @@ NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
 def add_tune(parser: Any) -> None:
     measured = parser.add_argument_group("what is measured")
     add_fields(measured, TuneSettings, "quick", "only")
-    measured.add_argument(
-        "--operator",
-        **NAMES,
-        choices=OPERATORS,
-        help="measure only the collectives of these operators, time --shapes for each of them "
+    add = measured.add_argument
+    text = (
+        "measure only the collectives of these operators, time --shapes for each of them "
         "(for scattering operators with n and k exchanged), and only their problems of --from-log "
-        f"(default: all collectives; --shapes for the operator in their column op, or {GATHERS})",
+        f"(default: all collectives; --shapes for the operator in their column op, or {GATHERS})"
     )
+    add("--operator", **NAMES, choices=OPERATORS, help=text)
     text = "time all candidates for these shapes: columns name, m, n, k; optionally op"
-    measured.add_argument("--shapes", **CSV, help=text)
+    add("--shapes", **CSV, help=text)
     text = "time all candidates for the calls of a program that ran with options(log_problems=FILE)"
-    measured.add_argument("--from-log", **FILE, help=text)
-    text = "compare a few points with the file; change nothing"
-    measured.add_argument("--check", **FLAG, help=text)
+    add("--from-log", **FILE, help=text)
+    add("--check", **FLAG, help="compare a few points with the file; change nothing")
     text = "with --check: share by which a point may be off (default: 0.25; on CPUs 1)"
-    measured.add_argument("--tolerance", type=float, help=text)
+    add("--tolerance", type=float, help=text)
     how = parser.add_argument_group("how")
     add_ranks(how)
     add_fields(how, TuneSettings, "fresh")
@@ -505,11 +475,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
 
 def _refuse(arguments: argparse.Namespace) -> None:
-    """Refuse options that say nothing together.
-
-    Raises:
-        ValueError: an option needs another option.
-    """
+    """Refuse options that say nothing together."""
     tolerance = arguments.tolerance
     if tolerance is not None and not arguments.check:
         raise ValueError(f"--tolerance: required with --check, got {tolerance} without it")
@@ -531,10 +497,12 @@ def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[An
         problems += from_cases(read, ranks, device, arguments.operator or ())
     if arguments.from_log:
         wanted = arguments.operator or OPERATORS
-        every = problem_log.read(arguments.from_log, ranks)
         # Operands of float8 are made in the kinds that shapes are measured in.
-        named = [one for one in every if one.kind_of_operands in cases.DTYPES]
-        logged = [one for one in named if one.operator in wanted]
+        logged = [
+            one
+            for one in problem_log.read(arguments.from_log, ranks)
+            if one.kind_of_operands in cases.DTYPES and one.operator in wanted
+        ]
         if not logged:
             of = f" of {', '.join(arguments.operator)}" if arguments.operator else ""
             raise ValueError(
@@ -550,11 +518,11 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
     from ficco.machine import load
     from ficco.tools.tune.run import check, report
 
-    tolerance = arguments.tolerance or TOLERANCE[device]
+    tolerance, again = arguments.tolerance or TOLERANCE[device], _again(arguments)
     if not path.exists():
         raise ValueError(
-            f"--check: required a machine's file, got none at {path}; run `{_again(arguments)}` "
-            "first, or give another file with --out"
+            f"--check: required a machine's file, got none at {path}; run `{again}` first, or give "
+            "another file with --out"
         )
     machine = load(path)
     here = fingerprint(device, ranks)
@@ -566,7 +534,7 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
     how: Any = {"device": device, "timeout_s": TUNE_START_S * 2}
     points = launch.launch(check, arguments.ranks, machine, device, **how)
     if not launch.own_rank():
-        print(report(points, tolerance, _again(arguments)))
+        print(report(points, tolerance, again))
     return 0 if all(point.holds(tolerance) for point in points) else 1
 
 
@@ -587,28 +555,18 @@ DOCTOR_S = 120.0
 
 
 def add_doctor(parser: Any) -> None:
-    parser.add_argument("--json", **FLAG, help="print JSON")
-    add_ranks(
-        parser,
+    add = parser.add_argument
+    add("--json", **FLAG, help="print JSON")
+    text = (
         "start so many ranks and make a call, which shows what reaches a peer; the report on auto "
-        "is then for as many (default: start none; auto for a GPU each, or 4)",
     )
-    parser.add_argument(
-        "--selftest",
-        **FLAG,
-        help="start ranks (default: a GPU each, or 2) and test the engine's assumptions",
-    )
-    parser.add_argument(
-        "--report",
-        **FILE,
-        help="report of --selftest, and its JSON next to it (default: ficco-selftest-<date>.md)",
-    )
-    parser.add_argument(
-        "--read",
-        **FILE,
-        help="print what a report proves and refutes of docs/api/amd-claims.md, and write the "
-        "machine file of its host next to it",
-    )
+    add_ranks(parser, text + "is then for as many (default: start none; auto for a GPU each, or 4)")
+    text = "start ranks (default: a GPU each, or 2) and test the engine's assumptions"
+    add("--selftest", **FLAG, help=text)
+    text = "report of --selftest, and its JSON next to it (default: ficco-selftest-<date>.md)"
+    add("--report", **FILE, help=text)
+    text = "print what a report proves and refutes of docs/api/amd-claims.md, and write the "
+    add("--read", **FILE, help=f"{text}machine file of its host next to it")
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -630,9 +588,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         one: "installed" if is_installed(one) else not_installed(one) for one in EXTRA
     }
     if ranks is not None:
-        name, seen = launch.launch(
-            doctor.after_a_call, ranks, device, device=device, timeout_s=DOCTOR_S
-        )
+        how: Any = {"device": device, "timeout_s": DOCTOR_S}
+        name, seen = launch.launch(doctor.after_a_call, ranks, device, **how)
         report["engines"][name] = seen
         report["call"] = {"ranks": ranks, "engine": name, "result": "right on every rank"}
     if arguments.json:

@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from ficco.tools.cli import (
     FLAG,
     GATHERS,
     MACHINE,
+    NUMBER,
     add_ranks_of_rows,
     add_sizes,
     add_world,
@@ -50,9 +52,8 @@ if TYPE_CHECKING:
 
 
 def add_simulate(parser: Any) -> None:
-    parser.add_argument(
-        "schedules", nargs="*", help="names such as growing:compute=2 (default: all named ones)"
-    )
+    text = "names such as growing:compute=2 (default: all named ones)"
+    parser.add_argument("schedules", nargs="*", help=text)
     problems = parser.add_argument_group("what")
     text = "shapes that ship with ficco (default: measured)"
     problems.add_argument("--set", choices=list(cases.SETS), metavar="NAME", help=text)
@@ -61,19 +62,15 @@ def add_simulate(parser: Any) -> None:
     where = parser.add_argument_group("where")
     where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
     add_world(where)
-    where.add_argument(
-        "--mode",
-        choices=MODES,
-        help="queued: the host runs ahead; idle: the GPU waits for it (default: queued; on CPUs "
-        "idle, since the caller itself carries out the call)",
-    )
-    result = parser.add_argument_group("output")
-    result.add_argument("--json", **FLAG, help="print the rows as JSON")
-    result.add_argument("--csv", **FILE, help="write the rows")
-    result.add_argument("--draw", **FILE, help="with one shape: draw its timeline (png, svg)")
-    result.add_argument("--trace", **FILE, help="with one shape: write its trace for Perfetto")
-    text = "with one shape: write its timelines, for ficco plot"
-    result.add_argument("--timelines", **FILE, help=text)
+    text = "queued: the host runs ahead; idle: the GPU waits for it (default: queued; on CPUs "
+    text += "idle, since the caller itself carries out the call)"
+    where.add_argument("--mode", choices=MODES, help=text)
+    add = parser.add_argument_group("output").add_argument
+    add("--json", **FLAG, help="print the rows as JSON")
+    add("--csv", **FILE, help="write the rows")
+    add("--draw", **FILE, help="with one shape: draw its timeline (png, svg)")
+    add("--trace", **FILE, help="with one shape: write its trace for Perfetto")
+    add("--timelines", **FILE, help="with one shape: write its timelines, for ficco plot")
 
 
 def write(timelines: Sequence[Timeline], arguments: argparse.Namespace) -> None:
@@ -95,7 +92,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from ficco.tools.bench.frames import append, records
 
     picture(arguments.draw)
-    where = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
+    where = site(arguments.machine, ranks_per_host(arguments), host=MACHINE)
     mode = arguments.mode or ("idle" if where.mode == "idle" else "queued")
     if "auto" in arguments.schedules:
         raise ValueError(
@@ -111,21 +108,17 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             "give it with --m, --n and --k"
         )
     machine, problems = where.simulated, [one for one, _ in requests]
-    rows = pd.concat(
-        [
-            simulated.simulate_problem(one, shape, machine, mode, schedules)
-            for one, shape in requests
-        ],
-        ignore_index=True,
-    )
+    simulate = partial(simulated.simulate_problem, machine=machine, mode=mode, schedules=schedules)
+    rows = pd.concat([simulate(one, shape) for one, shape in requests], ignore_index=True)
     if arguments.json:
         print(json.dumps(records(rows)))
     else:
-        print(", ".join(dict.fromkeys(map(_heading, problems))))
-        names = ASKABLE[problems[0].operator].required
-        heads = "m, n per rank, k" if "m" in names else ", ".join(names).replace("_", " ")
-        values = sizes(arguments)
-        _print_rows(rows, f"{heads}; candidate", ", ".join(str(values.get(name)) for name in names))
+        names = (one.operator if one.operator in OPERATORS else str(one) for one in problems)
+        print(", ".join(dict.fromkeys(names)))  # with the sizes of those that are no products
+        required, values = ASKABLE[problems[0].operator].required, sizes(arguments)
+        heads = "m, n per rank, k" if "m" in required else ", ".join(required).replace("_", " ")
+        texts = (str(values.get(name)) for name in required)
+        _print_rows(rows, f"{heads}; candidate", ", ".join(texts))
     if arguments.csv:
         arguments.csv.unlink(missing_ok=True)
         print(f"wrote {append(arguments.csv, rows)}", file=sys.stderr)
@@ -175,11 +168,6 @@ def _timelines(arguments: argparse.Namespace, problem: Any, machine: Machine, mo
         print(f"wrote {arguments.timelines}", file=sys.stderr)
 
 
-def _heading(problem: Any) -> str:
-    """Heading of a table: the operator, or the problem with its sizes."""
-    return problem.operator if problem.operator in OPERATORS else str(problem)
-
-
 def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
     """Print the rows as a table. ``heading``: of the first column, sizes first. ``sizes``: sizes of
     an operator other than products."""
@@ -217,28 +205,19 @@ def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
 
 
 def add_plan(parser: Any) -> None:
-    parser.add_argument("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
+    add = parser.add_argument
+    add("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
     add_sizes(parser)
     add_ranks_of_rows(parser)
-    parser.add_argument(
-        "--rank", type=int, metavar="N", default=0, help="the rank to print (default: 0)"
-    )
-    parser.add_argument(
-        "--workspace-bytes",
-        type=int,
-        metavar="N",
-        help="cap on staging (gathering operators); pieces then share it as a ring",
-    )
-    parser.add_argument(
-        "--machine",
-        help=f"machine that auto and --draw go by: a name or a file (default: {MACHINE})",
-    )
-    parser.add_argument("--draw", **FILE, help="draw the timeline (png, svg)")
-    parser.add_argument("--trace", **FILE, help="write a trace for Perfetto")
-    parser.add_argument("--json", **FLAG, help="print the steps as JSON")
-    parser.add_argument(
-        "--promela", **FILE, help="write a model of all ranks for SPIN; - prints it, and only it"
-    )
+    add("--rank", **NUMBER, default=0, help="the rank to print (default: 0)")
+    text = "cap on staging (gathering operators); pieces then share it as a ring"
+    add("--workspace-bytes", **NUMBER, help=text)
+    text = f"machine that auto and --draw go by: a name or a file (default: {MACHINE})"
+    add("--machine", help=text)
+    add("--draw", **FILE, help="draw the timeline (png, svg)")
+    add("--trace", **FILE, help="write a trace for Perfetto")
+    add("--json", **FLAG, help="print the steps as JSON")
+    add("--promela", **FILE, help="write a model of all ranks for SPIN; - prints it, and only it")
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -250,7 +229,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from ficco.simulate import simulate
     from ficco.tools.promela import promela
 
-    where = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
+    where = site(arguments.machine, ranks_per_host(arguments), host=MACHINE)
     wanted = problem(arguments, where.world)
     if not 0 <= arguments.rank < wanted.world:
         raise ValueError(f"--rank: required 0 to {wanted.world - 1}, got {arguments.rank}")
@@ -344,19 +323,18 @@ MEASURE_S = 20.0
 
 
 def add_explain(parser: Any) -> None:
+    add = parser.add_argument
     add_sizes(parser)
     add_ranks_of_rows(parser)
-    parser.add_argument("--schedule", default="auto", help="schedule to explain (default: auto)")
-    parser.add_argument("--machine", help="a name or a file (default: this host's)")
-    parser.add_argument("--captured", **FLAG, help="the call is captured in a graph")
+    add("--schedule", default="auto", help="schedule to explain (default: auto)")
+    add("--machine", help="a name or a file (default: this host's)")
+    add("--captured", **FLAG, help="the call is captured in a graph")
     text = "instead: schedules of problems that a program logged with options(log_problems=FILE)"
-    parser.add_argument("--from-log", **FILE, help=text)
-    parser.add_argument("--measure", **FLAG, help="also time the candidates on this host")
-    parser.add_argument(
-        "--seconds", type=float, help=f"time for --measure (default: {MEASURE_S:g})"
-    )
-    parser.add_argument("--json", **FLAG, help="print everything as JSON")
-    parser.add_argument("--draw", **FILE, help="draw the candidates (png, svg)")
+    add("--from-log", **FILE, help=text)
+    add("--measure", **FLAG, help="also time the candidates on this host")
+    add("--seconds", type=float, help=f"time for --measure (default: {MEASURE_S:g})")
+    add("--json", **FLAG, help="print everything as JSON")
+    add("--draw", **FILE, help="draw the candidates (png, svg)")
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
@@ -364,7 +342,13 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
     if arguments.from_log:
         return _from_log(arguments)
-    _refuse(arguments)
+    if arguments.rows and arguments.measure:
+        raise ValueError("--measure: required without --rows; it times equal rows only")
+    if (seconds := arguments.seconds) is not None:
+        if not arguments.measure:
+            raise ValueError(f"--seconds: required with --measure, got {seconds:g} without it")
+        launch.check_seconds(seconds)
+    picture(arguments.draw)
     where = site(arguments.machine, ranks_per_host(arguments), captured=arguments.captured)
     wanted = problem(arguments, where.world)
     if arguments.measure and wanted.operator not in OPERATORS:
@@ -399,29 +383,13 @@ def _from_log(arguments: argparse.Namespace) -> int:
     decisions = []
     for one in problems:
         where = site(arguments.machine, one.local_world, captured=arguments.captured)
-        mode = where.mode
-        decisions.append(decide(one, arguments.schedule, machine=where.machine, mode=mode))
+        how = {"machine": where.machine, "mode": where.mode}
+        decisions.append(decide(one, arguments.schedule, **how))
     if arguments.json:
         print(json.dumps([as_json(decision, {}) for decision in decisions], indent=2))
-        return 0
-    for decision in decisions:
-        print(problem_log.choice(decision))
+    else:
+        print(*map(problem_log.choice, decisions), sep="\n")
     return 0
-
-
-def _refuse(arguments: argparse.Namespace) -> None:
-    """Refuse options that say nothing together.
-
-    Raises:
-        ValueError: an option needs another option.
-    """
-    if arguments.rows and arguments.measure:
-        raise ValueError("--measure: required without --rows; it times equal rows only")
-    if (seconds := arguments.seconds) is not None:
-        if not arguments.measure:
-            raise ValueError(f"--seconds: required with --measure, got {seconds:g} without it")
-        launch.check_seconds(seconds)
-    picture(arguments.draw)
 
 
 def _measure(
@@ -542,15 +510,16 @@ OF_TIMELINES = ("trace", "only", "ranks")
 
 
 def add_plot(parser: Any) -> None:
+    add = parser.add_argument
     text = "timelines of ficco simulate or bench --timelines, drawn side by side; or CSV files of "
     text += "bench, replay or simulate, each drawn next to it"
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
+    add("files", nargs="+", type=Path, metavar="FILE", help=text)
     text = "png or svg; of a CSV of products the start of the names of two pictures (default: "
-    parser.add_argument("--out", **FILE, help=text + "timelines.png, or the CSV's name)")
-    parser.add_argument("--trace", **FILE, help="write a trace for Perfetto")
-    parser.add_argument("--only", metavar="TEXT", help="timelines with this in their title")
-    parser.add_argument("--ranks", help="ranks of timelines: 0, 0,3 or all (default: 0)")
-    parser.add_argument("--report", **FLAG, help="also write the report of the CSV of a bench anew")
+    add("--out", **FILE, help=text + "timelines.png, or the CSV's name)")
+    add("--trace", **FILE, help="write a trace for Perfetto")
+    add("--only", metavar="TEXT", help="timelines with this in their title")
+    add("--ranks", help="ranks of timelines: 0, 0,3 or all (default: 0)")
+    add("--report", **FLAG, help="also write the report of the CSV of a bench anew")
 
 
 def run_plot(arguments: argparse.Namespace) -> int:
@@ -560,11 +529,10 @@ def run_plot(arguments: argparse.Namespace) -> int:
     tables = [path for path in arguments.files if path.suffix == ".csv"]
     if tables and len(tables) < len(arguments.files):
         raise ValueError("FILE: required timelines, or CSV files, got both")
+    served = "timelines" if tables else "the CSV of a bench"
     for name in OF_TIMELINES if tables else ("report",):
         if getattr(arguments, name):
-            raise ValueError(
-                f"--{name}: required {'timelines' if tables else 'the CSV of a bench'}"
-            )
+            raise ValueError(f"--{name}: required {served}")
     if len(tables) > 1 and arguments.out:
         raise ValueError(
             f"--out: required one CSV file, got {len(tables)}; without --out each picture "
@@ -600,12 +568,8 @@ def _read(path: Path, only: str | None) -> list[Timeline]:
     try:
         timelines = loads(text, str(path))
     except ConfigError as error:
-        raise ConfigError(
-            str(path),
-            error.key,
-            "required a file of `ficco simulate --timelines` or `ficco bench --timelines`, or a "
-            f".csv ({error.expected})",
-        ) from None
+        why = "required a file of `ficco simulate --timelines` or `ficco bench --timelines`, or a "
+        raise ConfigError(str(path), error.key, f"{why}.csv ({error.expected})") from None
     return [one for one in timelines if only is None or only in one.title]
 
 

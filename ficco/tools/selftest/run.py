@@ -666,14 +666,14 @@ def claims(report: dict[str, Any]) -> list[str]:
         return []
     place = f"{report['ranks']} x {_fact(report, 'accelerator') or report['device']}"
     lines = ["| claim | verdict | evidence |", "|---|---|---|"]
-    for claim in probe.CLAIMS[engine]:
-        tried = [one for one in results if one["check"].startswith(claim.rows or (".",))]
+    for claim, rows in probe.CLAIMS[engine].items():
+        tried = [one for one in results if one["check"].startswith(rows or (".",))]
         verdicts = {one["verdict"] for one in tried} or {"not tried"}
         verdict = next(one for one in CLAIMED if one in verdicts)
         deciding = [f"{one['check']}: {one['seen']}" for one in tried if one["verdict"] == verdict]
         more = f" ({len(deciding)} rows like it)" if len(deciding) > 1 else ""
         seen = f"{place}, {report['date'][:10]}; {deciding[0]}{more}" if deciding else "no row"
-        lines.append(f"| {claim.text} | {CLAIMED[verdict]} | {_cell(seen)} |")
+        lines.append(f"| {claim} | {CLAIMED[verdict]} | {_cell(seen)} |")
     return lines
 
 
