@@ -38,7 +38,7 @@ from ficco.tools.bench.frames import BENCH, LAYERS
 from ficco.tools.bench.harness import BenchSettings, Checked, bench, timelines_of
 from ficco.tools.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
 from ficco.tools.bench.measure import Barrier, Item, Runner, Stopwatch, rounds, slowest
-from ficco.tools.bench.products import SUBJECT, Verifier, accuracy
+from ficco.tools.bench.products import SUBJECT, ProductWork, accuracy
 from ficco.tools.cli import measure as command
 
 # Figures.
@@ -437,9 +437,11 @@ def test_exact_calls_are_shuffled_alike_on_all_ranks_and_each_has_its_inputs() -
 
 #: Stands for the ranks that verify and decide together, of which there is one.
 ONE_RANK: Any = SimpleNamespace(
+    group=None,
     device=torch.device("cpu"),
     on_gpu=False,
     world=1,
+    operands=lambda problem: Operands(problem, 0, torch.device("cpu")),
     together=lambda action, **_: (action(), ""),
     gather=lambda value: [value],
     proof=lambda call, operands: call,
@@ -451,7 +453,8 @@ ONE_RANK: Any = SimpleNamespace(
 def test_replays_are_proven_on_inputs_of_their_own(
     stale_after: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    operands = Operands(_problem(OPERATOR, world=1), 0, torch.device("cpu"))
+    work = ProductWork(Case("", 32, 16, 24, "float32"), ONE_RANK)
+    operands = work.operands
     operands.exact_b()
     result, replays = operands.reference(), []
 
@@ -463,8 +466,7 @@ def test_replays_are_proven_on_inputs_of_their_own(
     monkeypatch.setattr("ficco.tools.bench.products.capture", lambda runner, pool: (replay, result))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     checked = Checked("growing", Runner(operands.reference))
-    verifier = Verifier(ONE_RANK)
-    verifier.graph(checked, operands, None)
+    work.graph(checked, None)
     assert len(replays) == 2 and not torch.equal(*replays)
     assert checked.graph_status == status
     assert (checked.replay is replay) == (status == "skipped")

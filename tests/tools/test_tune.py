@@ -206,7 +206,7 @@ def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: Site) -
     made_up.effort = replace(made_up.effort, gemms=short)
     for sustained, least, most in ((0.81, 0.99, 1.01), (0.6, 0.0, 1 / 1.25)):
         made_up.machine = replace(made_up.machine, gemm=replace(TRUTH, sustained=sustained))
-        *points, row = tuning._gemm(made_up)
+        *points, row = tuning._gemm(made_up, "gemm", made_up.machine.gemm)
         assert row.subject == "64 of 4096 x 4096 x 8192 in a row" and least < row.ratio < most
         assert [point.ratio for point in points] == pytest.approx([1.0] * 4)
 
@@ -237,7 +237,7 @@ def test_attention_is_measured_cold_and_beside_the_products(
     assert dict(found.shares) == pytest.approx(dict(shares))
     assert dict(found.backward or ()) == pytest.approx(dict(back["backward"]))
     made_up.machine = replace(made_up.machine, attention=found)
-    points = {p.subject: p.ratio for p in tuning._attention(made_up)}
+    points = {p.subject: p.ratio for p in tuning._attention(made_up, "attention", found)}
     assert points == dict.fromkeys(points, pytest.approx(1)) and len(points) > 1
 
 
@@ -589,7 +589,7 @@ def test_copies_are_checked_by_what_their_block_holds(
     copies = model.Copies(1, 0.0 if crowded else call, 0.0, curve, SOURCE)
     machine = Machine("m", "cpu", 4, copies=copies)
     site: Any = SimpleNamespace(effort=QUICK, machine=machine, crowded=crowded, world=4)
-    ratios = [point.ratio for point in tuning._copies(site)]
+    ratios = [point.ratio for point in tuning._copies(site, "copies", copies)]
     assert ratios == pytest.approx([1.0] * 2, rel=1e-3)
     # A point holds within the tolerance on either side.
     for both, holds in (((1.25, 1.0), True), ((1.0, 1.26), False), ((1.26, 1.0), False)):

@@ -276,30 +276,6 @@ def schema_of(path: Path) -> Schema:
     raise ConfigError(str(path), "header", why + ", ".join(columns))
 
 
-def record(
-    settings: Any,
-    schema: Schema,
-    steps: Iterable[Iterable[Mapping[str, Any]]],
-    rank: int,
-    ranks: int,
-    **more: Any,
-) -> pd.DataFrame | None:
-    """Write the rows of each step as it ends, next to a description of the run, without which a
-    figure is worth nothing; all rows on rank 0, None elsewhere.
-
-    ``settings``: :class:`ficco.tools.bench.cases.RunSettings`.
-    """
-    frames, csv = [schema.frame(())], settings.csv
-    if rank == 0:
-        text = json.dumps(describe(settings.device, settings.command, ranks) | more, indent=2)
-        csv.with_suffix(".json").write_text(text + "\n")
-    for rows in steps:
-        frames.append(schema.frame(rows))
-        if rank == 0:
-            append(csv, frames[-1])
-    return pd.concat(frames, ignore_index=True) if rank == 0 else None
-
-
 def describe(device: str, command: str, ranks: int = 1) -> dict[str, Any]:
     """Describe a run: date, command, commit, device, ranks and versions."""
     here = [one["name"] for one in doctor.devices() if one["kind"].startswith(device)]

@@ -10,6 +10,7 @@ longer of the two parts, and *in turn* their sum.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import defaultdict
@@ -41,7 +42,16 @@ from ficco.simulate import simulate
 from ficco.simulate.timeline import Timeline, assemble, dumps, work
 from ficco.tools.bench.cases import BenchSettings
 from ficco.tools.bench.draw import draw, trace
-from ficco.tools.bench.frames import Schema, bar, cells, markdown, record, show, show_meanings
+from ficco.tools.bench.frames import (
+    Schema,
+    append,
+    bar,
+    cells,
+    describe,
+    markdown,
+    show,
+    show_meanings,
+)
 from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item, Runner, Stopwatch, Times
 from ficco.tools.bench.replay import replayed_watch
 from ficco.tools.bench.report import IDEAL, MODE_WORDS, about_table, fastest, over, spread
@@ -186,9 +196,13 @@ class Workload:
             checked.append(self._checked(name, variant))
         return checked
 
+    def lacks(self, variant: Any) -> str:
+        """Why a variant cannot run here; empty if it can, and is proven next. Collective."""
+        return str(variant.lacks)
+
     def _checked(self, name: str, variant: Any) -> Checked:
-        if variant.lacks:
-            return Checked(name, status="skipped", note=variant.lacks)
+        if why := self.lacks(variant):
+            return Checked(name, status="skipped", note=why)
         value, why = self.watch.together(partial(self.prove, variant), fatal=FATAL)
         if value is None:
             if not self.watch.has_peers:
@@ -336,17 +350,27 @@ def bench(settings: BenchSettings) -> pd.DataFrame | None:
     else:
         # Without a limit: a rank that fails here ends, and brings its peers down.
         watch = Stopwatch(dist.group.WORLD, device, timeout_s=math.inf)
-    more: dict[str, Any] = {"hosts": watch.hosts.count}
-    if "graph" in settings.modes:
-        more["calls_in_graph"] = CALLS_IN_GRAPH
-    if watch.note:
-        more["note"] = watch.note
-    writer = dist.get_rank()  # of the processes that run
-    run = _Bench(settings, watch, Console(stderr=True, quiet=writer != 0))
+    schema, csv, writes = subject.schema, settings.csv, dist.get_rank() == 0
+    run = _Bench(settings, watch, Console(stderr=True, quiet=not writes))
+    if writes:  # without a description a figure is worth nothing
+        about = describe(settings.device, settings.command, watch.world)
+        about["hosts"] = watch.hosts.count
+        if "graph" in settings.modes:
+            about["calls_in_graph"] = CALLS_IN_GRAPH
+        if watch.note:
+            about["note"] = watch.note
+        csv.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
+    frames = [schema.frame(())]
     with torch.set_grad_enabled(subject.gradients):
-        rows = record(settings, subject.schema, run.cases(), writer, watch.world, **more)
+        for number, case in enumerate(settings.cases):
+            frames.append(schema.frame(run.case(case, number)))
+            watch.release()
+            if writes:
+                append(csv, frames[-1])
+                if subject.show is not None and not settings.quiet:
+                    subject.show(frames[-1])
     watch.close()
-    return rows
+    return pd.concat(frames, ignore_index=True) if writes else None
 
 
 class _Bench:
@@ -360,22 +384,13 @@ class _Bench:
         if watch.note:
             console.print(watch.note, highlight=False)
 
-    def cases(self) -> Iterator[list[dict[str, Any]]]:
-        """The rows of each case."""
-        shows = self.subject.show if dist.get_rank() == 0 and not self.settings.quiet else None
-        for number, case in enumerate(self.settings.cases):
-            rows = self._case(case, number)
-            self.watch.release()
-            yield rows
-            if shows is not None:
-                shows(self.subject.schema.frame(rows))
-
     def _shape(self, case: Any) -> dict[str, Any]:
         columns = self.subject.schema.columns
         sizes = {name: value for name, value in vars(case).items() if name in columns}
         return {self.subject.schema.case: case.name, "world": self.watch.world, **sizes}
 
-    def _case(self, case: Any, number: int) -> list[dict[str, Any]]:
+    def case(self, case: Any, number: int) -> list[dict[str, Any]]:
+        """The rows of a case."""
         watch, settings, began = self.watch, self.settings, time.monotonic()
         left = self.deadline - began
         if watch.barrier.decide(left < self.preparing):

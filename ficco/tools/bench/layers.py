@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import pandas as pd
@@ -284,13 +284,21 @@ class LayerData(Workload):
         grads = [tensor.grad for tensor in self.operands]
         return result.detach(), *(grad for grad in grads if grad is not None)
 
-    def prove(self, variant: LayerWay) -> tuple[Runner, tuple[float, int]]:
+    def forward_of(self, variant: Any) -> Any:
+        """The forward pass of a way."""
+        return variant.forward(self.case, self.group)
+
+    @cached_property
+    def reference(self) -> Any:
+        """The forward pass of the first way."""
+        return self.forward_of(next(iter(self.offered.values())))
+
+    def prove(self, variant: Any) -> tuple[Runner, tuple[float, int]]:
         """A way's step, and on this rank its error and the memory that it takes."""
-        reference = WAYS[COLLECTIVES[0]].forward(self.case, self.group)
-        forward, error, extra = variant.forward(self.case, self.group), 0.0, 0
+        forward, error, extra = self.forward_of(variant), 0.0, 0
         for turn in range(CHECKS):
             self.fill(turn + 1)
-            wanted = self.results(reference)
+            wanted = self.results(self.reference)
             with variant.context():
                 error = max(error, difference(self.results(forward), wanted))
                 del wanted

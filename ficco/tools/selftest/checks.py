@@ -150,7 +150,7 @@ class Rank:
     folder: str = ""
     iteration: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
-    journal: Callable[[dict[str, Any]], None] = lambda facts: None
+    journal: Callable[..., None] = lambda **facts: None
     pairs: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def gather(self, value: Any) -> list[Any]:
@@ -171,7 +171,7 @@ class Rank:
     def note(self, **facts: Any) -> None:
         """Add facts of the running check. ``doing``: the operation that may not return."""
         self.facts |= facts
-        self.journal(self.facts)
+        self.journal(facts=self.facts)
 
     def idle(self) -> None:
         """Wait until this rank's device is idle."""

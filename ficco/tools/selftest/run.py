@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -117,11 +117,7 @@ def _figures(at: Rank, group: ProcessGroup) -> Passed:
 CHECKS = (
     Check("device and engine", checks.device, COLLECTIVE),
     Check("memory of peers", checks.memory, COLLECTIVE),
-    Check(
-        "signals, first way",
-        partial(checks.signals, way="auto"),
-        "options(signals='copy')",
-    ),
+    Check("signals, first way", partial(checks.signals, way="auto"), "options(signals='copy')"),
     Check("signals by write", partial(checks.signals, way="write"), "the first way"),
     Check("signals by copy", partial(checks.signals, way="copy"), "the first way"),
     Check(
@@ -211,61 +207,39 @@ CHECKS = (
     Check("timeouts", checks.timeout, "a limit of your own for each call", exclusive=True),
 )
 
-#: Checks of each engine: attributes of the device, kinds of memory, and values of its choices. Only
-#: those of the engine in use are tried.
-WAYS = {
-    engine: (
-        *(
-            Check(f"attribute {name}", partial(checks.attribute, engine=engine, name=name), instead)
-            for name, instead in probe.ATTRIBUTES[engine].items()
-        ),
-        *(
-            Check(f"sharing of {kind} memory", partial(checks.sharing, kind=kind), instead)
-            for kind, instead in probe.SHARED[engine].items()
-        ),
-        *(
-            Check(
-                f"{variable(engine)}={choice}={value}",
-                partial(checks.way, variable=variable(engine), choice=choice, value=value),
-                f"leave {choice} out of {variable(engine)}, or name another of {', '.join(values)}",
-            )
-            for choice, values in choices.items()
-            for value in values
-        ),
-        *(
-            Check(
-                f"{variable(engine)}=copy={value}, every size",
-                partial(checks.sizes, **{variable(engine): f"copy={value}"}),
-                f"another copy= in {variable(engine)}",
-                limits=2,
-            )
-            for value in choices.get("copy", ())
-        ),
-        *(
-            Check(
-                "batches of copies",
-                partial(checks.batches, variable=variable(engine)),
-                "copies one by one: leave batched_copies out of the machine file",
-                limits=3,
-            )
-            for value in choices.get("copy", ())
-            if value == "batch"
-        ),
-    )
-    for engine, choices in ENGINE_WAYS.items()
-}
+
+def _of_engine(engine: str) -> Iterator[Check]:
+    """Checks of an engine: attributes of the device, kinds of memory, and values of its choices."""
+    knob, choices = variable(engine), ENGINE_WAYS[engine]
+    for name, instead in probe.ATTRIBUTES[engine].items():
+        run = partial(checks.attribute, engine=engine, name=name)
+        yield Check(f"attribute {name}", run, instead)
+    for kind, instead in probe.SHARED[engine].items():
+        yield Check(f"sharing of {kind} memory", partial(checks.sharing, kind=kind), instead)
+    for choice, values in choices.items():
+        instead = f"leave {choice} out of {knob}, or name another of {', '.join(values)}"
+        for value in values:
+            run = partial(checks.way, variable=knob, choice=choice, value=value)
+            yield Check(f"{knob}={choice}={value}", run, instead)
+    for value in choices.get("copy", ()):
+        run, instead = partial(checks.sizes, **{knob: f"copy={value}"}), f"another copy= in {knob}"
+        yield Check(f"{knob}=copy={value}, every size", run, instead, limits=2)
+    if "batch" in choices.get("copy", ()):
+        run = partial(checks.batches, variable=knob)
+        instead = "copies one by one: leave batched_copies out of the machine file"
+        yield Check("batches of copies", run, instead, limits=3)
+
+
+#: Checks of each engine. Only those of the engine in use are tried.
+WAYS = {engine: tuple(_of_engine(engine)) for engine in ENGINE_WAYS}
 
 
 def timed(settings: SelftestSettings) -> tuple[Check, ...]:
     """A check for each shape that is timed."""
+    names = [case.name for case in SETS.get(settings.shapes, tuple)()]
+    instead = "nothing: ficco bench times it by more schedules"
     return tuple(
-        Check(
-            f"time of {case.name}",
-            partial(_shape, name=case.name),
-            "nothing: ficco bench times it by more schedules",
-            limits=2,
-        )
-        for case in SETS.get(settings.shapes, tuple)()
+        Check(f"time of {name}", partial(_shape, name=name), instead, limits=2) for name in names
     )
 
 
@@ -340,15 +314,11 @@ def _on_a_rank(names: Sequence[str], settings: SelftestSettings, device: str, fo
         # Replaces the limit of launch(): the rank exits if a check hangs.
         faulthandler.dump_traceback_later(check.limits * settings.limit_s, exit=True)
         journal.note(check.name, "begin")
-        at.facts, at.journal = {}, partial(_write_facts, journal, check.name)
+        at.facts, at.journal = {}, partial(journal.note, check.name, "facts")
         with ficco.options(timeout_s=settings.timeout_s, on_timeout="raise"):
             _attempt(at, check, journal)
         journal.note(check.name, "end")
     faulthandler.dump_traceback_later(settings.limit_s, exit=True)
-
-
-def _write_facts(journal: _RankJournal, check: str, facts: dict[str, Any]) -> None:
-    journal.note(check, "facts", facts=facts)
 
 
 def _warm(at: Rank) -> None:
@@ -475,11 +445,12 @@ def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, CheckResult]:
                 run.logs[f"rank {rank}, from {names[0]!r}"] = "\n".join(lines)
         for path in Path(folder).glob("*.yaml"):  # complete after every step of its check
             run.machine = path.read_text()
-    results = {}
-    for check in batch:
-        events = [journal.get(check.name, {}) for journal in journals]
-        if any(events):
-            results[check.name] = _result(check, events, error, settings)
+    seen = {check: [journal.get(check.name, {}) for journal in journals] for check in batch}
+    results = {
+        check.name: _result(check, events, error, settings)
+        for check, events in seen.items()
+        if any(events)
+    }
     broken = any("end" not in journal.get(name, {}) for journal in journals for name in results)
     if error is not None and not broken:
         name = "end of ranks" if results else "start of ranks"
@@ -493,16 +464,14 @@ def _result(
     """The result of a check, from the journals of all ranks."""
     outcomes = {rank: one["outcome"] for rank, one in enumerate(events) if "outcome" in one}
     unfinished = [rank for rank, one in enumerate(events) if "begin" in one and "end" not in one]
-    worst = max(
-        outcomes.values(), key=lambda one: ORDER.index(one["verdict"]), default={"verdict": "ok"}
-    )
+    by_severity = sorted(outcomes.values(), key=lambda one: -ORDER.index(one["verdict"]))
+    worst = next(iter(by_severity), {"verdict": "ok"})
     seconds = max((one["seconds"] for one in outcomes.values()), default=0.0)
     if unfinished and worst["verdict"] in ("ok", "left", "late") and error is not None:
         stuck = [rank for rank in unfinished if rank not in outcomes]
         limit = check.limits * settings.limit_s
         seen = f"{error}; ranks {stuck or unfinished} did not finish (limit {limit:.0f} s)"
-        details = [error.details]
-        verdict = "failed"
+        verdict, details = "failed", [error.details]
     else:
         verdict = "failed" if worst["verdict"] in ("left", "late") else worst["verdict"]
         alike = [rank for rank, one in outcomes.items() if one["seen"] == worst["seen"]]
@@ -517,9 +486,8 @@ def _result(
         if one["details"] and (one["verdict"] != "ok" or rank == 0):
             details.append(f"rank {rank}:\n{one['details']}")
     instead = "" if verdict == "ok" else check.instead
-    return CheckResult(
-        check.name, verdict, seen, instead, seconds, "\n".join(filter(None, details)), facts
-    )
+    text = "\n".join(filter(None, details))
+    return CheckResult(check.name, verdict, seen, instead, seconds, text, facts)
 
 
 # Output of a self-test.

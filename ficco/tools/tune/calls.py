@@ -17,10 +17,10 @@ from ficco.problems.products import Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule, plan
 from ficco.tools.bench.candidates import parse
-from ficco.tools.bench.cases import MEMORY_SHARE, OPERATOR, SETS, Case, default_sets
+from ficco.tools.bench.cases import OPERATOR, SETS, Case, default_sets
 from ficco.tools.bench.inputs import Operands
 from ficco.tools.bench.measure import Times
-from ficco.tools.bench.products import Verifier
+from ficco.tools.bench.products import ProductWork
 from ficco.tools.tune import fits
 from ficco.tools.tune.effort import TuneSettings
 from ficco.tools.tune.site import Site
@@ -124,23 +124,16 @@ def best(site: Site, problem: Problem) -> tuple[Tuned, dict[str, str]]:
         ArithmeticError: a candidate's result was wrong.
     """
     watch = site.watch
-    verifier = Verifier(watch)
     sizes = problem.m, problem.n, problem.k, problem.kind_of_operands
-    case = Case("", *sizes, operator=problem.operator)
-    need, free = case.memory(problem.world), verifier.free_bytes()
-    if need > MEMORY_SHARE * free:
-        raise ValueError(f"{problem} needs {need >> 20} MiB on a rank, {free >> 20} are free")
+    rows = () if problem.kind.returns else problem.blocks or problem.rows
+    work = ProductWork(Case("", *sizes, operator=problem.operator, rows=rows), watch)
     offers = workspace_of(watch.group, watch.device).engine.capabilities().offers
-    operands = Operands(problem, watch.rank, watch.device)
-    operands.exact_b()
-    checked = []
-    for name in map(str, candidates(problem, site.machine, offers)):
-        site.tick(f"verify {name}")
-        checked.append(verifier.eager(parse(name), operands))
+    chosen = [parse(str(one)) for one in candidates(problem, site.machine, offers)]
+    work.offered = {one.name: one for one in chosen}
+    checked = work.checked(False, site.tick)
     if wrong := [f"{one.name}: {one.note}" for one in checked if one.status == "wrong"]:
         raise ArithmeticError("; ".join(wrong))
-    verifier.renew(operands, symmetric=False)
-    operands.random(0)
+    work.fill(0)
     calls = {one.name: one.runner for one in checked if one.runner is not None}
     modes = ("queued", "idle") if watch.on_gpu else ("idle",)
     seconds, least = site.effort.shape_seconds / len(modes), site.effort.least

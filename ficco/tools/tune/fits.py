@@ -381,9 +381,7 @@ def fit(
     units: int = 1,
     tiles: tuple[tuple[int, ...], tuple[int, ...]] = (TILE_ROWS, TILE_COLS),
     peak: float | None = None,
-    launch: float = 0.0,
     known: Gemm | None = None,
-    provenance: Provenance | None = None,
 ) -> Gemm:
     """The model that fits samples best, by the mean of ``|log(predicted / measured)|``.
 
@@ -392,15 +390,13 @@ def fit(
 
     Args:
         samples: measured products. From times of a queue of products, ``start`` includes the time
-            between two products, and ``launch`` is 0.
+            between two products.
         units: processors that work on one tile each.
         tiles: rows and columns that tiles may have.
         peak: operations per second of the smallest dtype that was measured; the highest rate that
             was seen where it is not known.
-        launch: seconds between two products that are not in the samples' times.
         known: a model of the same device, for the shares of dtypes without samples and for the
             power limit. Samples are of a device below its power limit.
-        provenance: of the block.
 
     Raises:
         ValueError: there is no sample, or one of no work or no time.
@@ -420,11 +416,11 @@ def fit(
     guess = Gemm(
         peak=peak,
         units=units,
-        launch=launch,
+        launch=0.0,
         efficiency=min(fastest[sizes[0]] / peak, 0.999),
         start=float(seconds.min()) / 2,
         bandwidth=float((_memory(_UNIT, columns) / seconds).max()),
-        provenance=provenance or Provenance("fitted"),
+        provenance=Provenance("fitted"),
         tile_rows=tiles[0] if waves else (1,),
         tile_cols=tiles[1] if waves else (1,),
         splits=SPLITS if waves else (1,),
