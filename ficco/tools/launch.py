@@ -160,9 +160,8 @@ def launch(
         for rank in range(ranks):
             near_end, far_end = context.Pipe(duplex=False)
             arguments = (far_end, rank, ranks, store.port, device, timeout_s, fn, args)
-            process = context.Process(
-                target=_rank, args=arguments, name=f"ficco rank {rank}", daemon=True
-            )
+            name = f"ficco rank {rank}"
+            process = context.Process(target=_rank, args=arguments, name=name, daemon=True)
             process.start()
             far_end.close()
             processes.append(process)
@@ -185,14 +184,12 @@ def check_ranks(ranks: int | None, device: str, least: int = 1) -> int:
     if under_torchrun():
         world = _number("WORLD_SIZE")
         if ranks not in (None, world):
-            raise InvalidArgument(
-                "ranks", f"required {world}, as torchrun started, got {ranks}; leave --ranks out"
-            )
+            why = f"required {world}, as torchrun started, got {ranks}; leave --ranks out"
+            raise InvalidArgument("ranks", why)
         ranks = world
     elif device == "cuda" and gpus == 0:
-        raise InvalidArgument(
-            "device", "required a GPU that torch sees, got none; use --device cpu"
-        )
+        why = "required a GPU that torch sees, got none; use --device cpu"
+        raise InvalidArgument("device", why)
     elif device == "cuda" and ranks is not None and ranks > gpus:
         raise InvalidArgument("ranks", f"required at most {gpus}, one per GPU, got {ranks}")
     if ranks is None:
@@ -208,18 +205,15 @@ def check_load(ranks: int | None, device: str | None) -> None:
     most = RANKS_PER_CORE * cores
     on_cpus = (device or default_device()) == "cpu" and not under_torchrun()
     if on_cpus and ranks is not None and ranks > most:
-        raise InvalidArgument(
-            "ranks",
-            f"required at most {most} on {cores} cores, got {ranks}; --oversubscribe starts more",
-        )
+        here = f"{most} on {cores} cores, got {ranks}; --oversubscribe starts more"
+        raise InvalidArgument("ranks", f"required at most {here}")
 
 
 def check_seconds(seconds: float) -> float:
     """The seconds of a measurement; ``ValueError`` if not above 0, or above ``LONGEST_S``."""
     if not 0 < seconds <= LONGEST_S:
-        raise InvalidArgument(
-            "seconds", f"required a number above 0 and at most {LONGEST_S:.0f}, got {seconds:g}"
-        )
+        wanted = f"required a number above 0 and at most {LONGEST_S:.0f}"
+        raise InvalidArgument("seconds", f"{wanted}, got {seconds:g}")
     return seconds
 
 

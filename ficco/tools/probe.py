@@ -32,16 +32,10 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "WallClockRate": "100 MHz, for the deadline of a kernel that waits",
     },
 }
-#: Attributes of a device that a report holds.
+#: Further attributes of a device that a report holds.
 REPORTED = {
-    "cuda": (
-        *ATTRIBUTES["cuda"],
-        *("UNIFIED_ADDRESSING", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "COMPUTE_MODE"),
-    ),
-    "hip": (
-        *ATTRIBUTES["hip"],
-        *("AsyncEngineCount", "UnifiedAddressing", "FineGrainSupport", "ComputeMode"),
-    ),
+    "cuda": "UNIFIED_ADDRESSING HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED COMPUTE_MODE".split(),
+    "hip": "AsyncEngineCount UnifiedAddressing FineGrainSupport ComputeMode".split(),
 }
 #: Kinds of memory that processes share by handles, and the fallback of each kind.
 SHARED: dict[str, dict[str, str]] = {
@@ -139,7 +133,9 @@ def attributes(device: torch.device) -> dict[str, int]:
     binding = _binding(vendor)
     if vendor == "hip":
         binding.start()
-    return {name: binding.attribute(name, index) for name in REPORTED[vendor]}
+    return {
+        name: binding.attribute(name, index) for name in (*ATTRIBUTES[vendor], *REPORTED[vendor])
+    }
 
 
 def _binding(engine: str) -> Any:
@@ -239,9 +235,8 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
         yield
         for peer, address in mapped.items():
             if (seen := read(address)[0]) != _mark(peer):
-                outcome.wrong.append(
-                    f"{seen:#x} in the memory of rank {peer}, not {_mark(peer):#x}"
-                )
+                wrong = f"{seen:#x} in the memory of rank {peer}, not {_mark(peer):#x}"
+                outcome.wrong.append(wrong)
         yield
         hip.write_32(stream, owned[0], _mark(rank))
         hip.copy(mapped[(rank + 1) % len(met)] + 4, owned[0], 4, stream)

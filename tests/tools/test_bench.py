@@ -811,6 +811,6 @@ def test_rounds_end_before_the_seconds_do(
     clock.warm_calls = 1
     monkeypatch.setattr(measure.time, "monotonic", lambda: sum(clock.calls.values()))
     items = [Item("queued", name, Runner(lambda: torch.empty(0))) for name in "ab"]
-    assert rounds(items, clock, ONE_RANK, most, seconds) == done  # type: ignore[arg-type]
+    assert rounds(items, clock, ONE_RANK, most=most, seconds=seconds) == done  # type: ignore
     assert clock.calls == {"a": 1 + done, "b": 1 + done}  # the first call warms up
     assert all(item.times_s == [1.0] * done for item in items)

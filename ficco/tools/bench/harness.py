@@ -54,7 +54,15 @@ from ficco.tools.bench.frames import (
 )
 from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item, Runner, Stopwatch, Times
 from ficco.tools.bench.replay import replayed_watch
-from ficco.tools.bench.report import IDEAL, MODE_WORDS, about_table, fastest, over, spread
+from ficco.tools.bench.report import (
+    IDEAL,
+    MODE_WORDS,
+    Series,
+    about_table,
+    fastest,
+    over,
+    spread,
+)
 from ficco.tools.launch import local_device
 
 Tick = Callable[[str], None]
@@ -250,9 +258,7 @@ class Workload:
         """Columns of a timed variant besides its figures."""
         return one.columns
 
-    def figures(
-        self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
-    ) -> pd.DataFrame:
+    def figures(self, times: Series, queued: Series | None) -> pd.DataFrame:
         """Figures of a mode, indexed by variant, as columns of the schema."""
         frame = pd.DataFrame(times)
 

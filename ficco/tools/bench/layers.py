@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -34,7 +34,7 @@ from ficco.tools.bench.measure import (
     pytorch_workspace_bytes,
     reduce_scatter,
 )
-from ficco.tools.bench.report import fastest, over, spread
+from ficco.tools.bench.report import Series, fastest, over, spread
 
 #: From this rank's x, columns and rows of the weights to its part of the result.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -315,9 +315,7 @@ class LayerData(Workload):
         extra_bytes = float(extra) if self.watch.on_gpu else math.nan
         return "", {"error": error, "extra_bytes": extra_bytes}
 
-    def figures(
-        self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
-    ) -> pd.DataFrame:
+    def figures(self, times: Series, queued: Series | None) -> pd.DataFrame:
         frame = pd.DataFrame(times)
         return spread(frame).assign(
             speedup=over(fastest(frame, COLLECTIVES), frame),

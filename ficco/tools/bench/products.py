@@ -47,7 +47,7 @@ from ficco.tools.bench.measure import (
     peak_bytes,
     pytorch_workspace_bytes,
 )
-from ficco.tools.bench.report import ERROR_ROWS, IDEAL, show_shape, summarise
+from ficco.tools.bench.report import ERROR_ROWS, IDEAL, Series, show_shape, summarise
 
 #: Elements of B that are converted to float64 at once.
 FLOAT64_ELEMENTS = 1 << 26
@@ -233,9 +233,7 @@ class ProductWork(Workload):
         decision = taken(self.problem, self.group, self.device, kind)
         return {**one.columns, "note": f"is {decision.schedule} ({decision.source})"}
 
-    def figures(
-        self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
-    ) -> pd.DataFrame:
+    def figures(self, times: Series, queued: Series | None) -> pd.DataFrame:
         return summarise(times, queued)
 
     def renamed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -827,17 +827,6 @@ class ReplayWatch(Stopwatch):
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def together(
-        self,
-        action: Callable[[], Any],
-        *,
-        fatal: tuple[type[Exception], ...] = (),
-        named: bool = False,
-    ) -> tuple[Any, str]:
-        """Run an action; no error is fatal, since no peer waits, and the next call has a new
-        engine."""
-        return super().together(action, named=named)
-
     def free(self) -> None:
         self.clock.forget()
         super().free()

@@ -23,6 +23,9 @@ from ficco.tools.bench.cases import Case
 from ficco.tools.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, bars, picture
 from ficco.tools.bench.frames import Schema, cells, markdown, place, show, show_meanings
 
+#: Seconds of each round, by candidate.
+Series = Mapping[str, Sequence[float]]
+
 #: Baselines: the serial compositions, and PyTorch's fused op.
 SERIALS = ("pytorch-serial", "serial", *COPY_ENGINES)
 PYTORCH = ("pytorch-fused", "pytorch-native", "pytorch-one-shot", "pytorch-two-shot")
@@ -83,9 +86,7 @@ def overlap_efficiency(times: pd.DataFrame) -> pd.Series:
     return (1 - times[rounds].sub(gemm[rounds], axis=0).div(exposed[rounds], axis=0)).median()
 
 
-def summarise(
-    times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None = None
-) -> pd.DataFrame:
+def summarise(times: Series, queued: Series | None = None) -> pd.DataFrame:
     """The figures of every candidate of one shape in one mode, as columns of
     ``ficco.tools.bench.frames.BENCH``, indexed by candidate.
 

@@ -1,7 +1,8 @@
 """The command line: ``python -m ficco --help`` lists the commands.
 
 Exit codes: 0, success; 1, a failure or a wrong result; 2, wrong input; 130, interrupted; 141, the
-reader of the output left early.
+reader of the output left early. Functions raise ``ValueError`` for options that are wrong or do not
+fit together.
 
 Parsing imports neither PyTorch nor NumPy, so that help and refused options take no second. The
 module of a command is imported for its options; everything else when the command runs. Packages of
@@ -425,11 +426,7 @@ def ranks_per_host(arguments: Any) -> int | None:
 
 
 def problem(arguments: Any, local_world: int) -> AnyProblem:
-    """The problem of the options; ``local_world``: ranks of each host.
-
-    Raises:
-        ValueError: an option is wrong, or they do not fit together.
-    """
+    """The problem of the options; ``local_world``: ranks of each host."""
     rows: Any = None
     if arguments.rows:
         table = [line.split(",") for line in arguments.rows.split(";")]
@@ -444,11 +441,7 @@ def problem(arguments: Any, local_world: int) -> AnyProblem:
 
 
 def picture(path: Path | None, option: str = "--draw") -> None:
-    """Refuse a file that no picture can be drawn to, before anything is computed.
-
-    Raises:
-        ValueError: its name has no suffix, or one of no format.
-    """
+    """Refuse a file that no picture can be drawn to, before anything is computed."""
     if path is None:
         return
     from matplotlib.backend_bases import FigureCanvasBase
@@ -465,11 +458,7 @@ def command() -> str:
 
 
 def writable(folder: Path) -> Path:
-    """A folder of ``--out``, which is created; refused before anything is measured in vain.
-
-    Raises:
-        ValueError: it cannot be written to.
-    """
+    """A folder of ``--out``, which is created; refused before anything is measured in vain."""
     why = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -178,11 +178,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 
 def kind_of(arguments: argparse.Namespace) -> str:
-    """The family of the operators, or layers. Names of families are replaced by their operators.
-
-    Raises:
-        ValueError: the operators have different kinds, or an option is not for their kind.
-    """
+    """The family of the operators, or layers. Names of families are replaced by their operators."""
     named = arguments.operator or (GATHERS,)
     names = [name for one in named for name in FAMILIES.get(one, (one,))]
     arguments.operator = names if arguments.operator else None
@@ -198,11 +194,7 @@ def kind_of(arguments: argparse.Namespace) -> str:
 
 
 def place(arguments: argparse.Namespace) -> tuple[str, int]:
-    """The device and the number of ranks of a measurement.
-
-    Raises:
-        ValueError: they are not here, or options do not fit together.
-    """
+    """The device and the number of ranks of a measurement."""
     device = arguments.device or launch.default_device()
     ranks = launch.check_ranks(arguments.ranks, device)
     launch.check_seconds(arguments.seconds)
@@ -306,11 +298,7 @@ def _only(arguments: argparse.Namespace, shapes: Sequence[Any]) -> list[Any]:
 
 
 def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
-    """The shapes of the command line, and their name in files.
-
-    Raises:
-        ValueError: there is no shape of a name that was asked for.
-    """
+    """The shapes of the command line, and their name in files."""
     operators = arguments.operator
     if arguments.shapes or arguments.set:
         names, selected = arguments.set or [arguments.shapes.stem], shapes(arguments, arguments.set)
@@ -348,11 +336,7 @@ def drawn(csv: Path, out: Path | None = None) -> list[Path]:
 
 
 def reported(csv: Path) -> Path:
-    """Write the report of a CSV file of a bench next to it.
-
-    Raises:
-        ValueError: the file is of another command.
-    """
+    """Write the report of a CSV file of a bench next to it."""
     from ficco.tools.bench import frames, harness, report
 
     schema, about = frames.schema_of(csv), frames.read_description(csv)

@@ -397,9 +397,6 @@ def _measure(
 ) -> tuple[dict[str, dict[str, float]], bool]:
     """Seconds of every candidate by mode, measured on the ranks of this host, and whether one was
     wrong or failed.
-
-    Raises:
-        ValueError: this problem cannot be measured here.
     """
     from ficco.tools.bench import products
     from ficco.tools.bench.candidates import parse

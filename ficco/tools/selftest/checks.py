@@ -89,19 +89,10 @@ class SelftestSettings:
         """Settings for ``"cpu"`` or ``"cuda"``."""
         if device == "cpu":
             return cls()
-        return cls(
-            iterations=400,
-            repeat=5,
-            small=(48, 64, 40),
-            large=(4096, 4096, 256),
-            dtype="bfloat16",
-            sizes=SIZES,
-            pair_bytes=64 << 20,
-            shapes="measured",
-            shape_seconds=15.0,
-            timeout_s=5.0,
-            limit_s=45.0,
-        )
+        calls: Any = {"iterations": 400, "repeat": 5, "small": (48, 64, 40), "dtype": "bfloat16"}
+        calls |= {"large": (4096, 4096, 256), "sizes": SIZES, "pair_bytes": 64 << 20}
+        limits = {"shape_seconds": 15.0, "timeout_s": 5.0, "limit_s": 45.0}
+        return cls(**calls, shapes="measured", **limits)
 
 
 @dataclass(frozen=True)
@@ -272,13 +263,12 @@ def compared(
     outcomes = list(exact_calls(calls, operands, count, first=at.iteration, compare=compare))
     at.iteration += len(outcomes)
     ficco.synchronize(group)
-    wrong = [(one.name, number, one.wrong.tolist()) for number, one in enumerate(outcomes, 1)]
-    lines = [
-        f"{name}, call {number} of {len(outcomes)}: {sum(many)} wrong elements"
-        + f", in the rows of ranks {[i for i, n in enumerate(many) if n]}" * (len(many) > 1)
-        for name, number, many in wrong
-        if any(many)
-    ]
+    lines = []
+    for number, one in enumerate(outcomes, 1):
+        if any(wrong := one.wrong.tolist()):
+            line = f"{one.name}, call {number} of {len(outcomes)}: {sum(wrong)} wrong elements"
+            where = f", in the rows of ranks {[i for i, n in enumerate(wrong) if n]}"
+            lines.append(line + where * (len(wrong) > 1))
     if len(lines) > NAMED_CALLS:
         lines[NAMED_CALLS:] = [f"so were {len(lines) - NAMED_CALLS} more of {len(outcomes)} calls"]
     return lines
@@ -300,15 +290,10 @@ def wrong_rows(result: torch.Tensor, operands: Operands) -> torch.Tensor:
 
 
 def proven(
-    at: Rank,
-    group: ProcessGroup,
-    schedules: Sequence[str],
-    *cases: tuple[Operands | Shape, int],
+    at: Rank, group: ProcessGroup, schedules: Sequence[str], *cases: tuple[Operands | Shape, int]
 ) -> int:
     """Make the calls of each schedule in each case; return their number, or raise on all ranks."""
-    at.conclude(
-        line for where, count in cases for line in exact(at, group, schedules, where, count)
-    )
+    at.conclude(line for case in cases for line in exact(at, group, schedules, *case))
     return len(schedules) * sum(count for _, count in cases)
 
 
@@ -332,12 +317,10 @@ def device(at: Rank, group: ProcessGroup) -> Passed:
     except NotImplementedError as error:  # there is no engine
         raise CheckFailed(str(error)) from error
     engine = at.engine(group)
-    at.note(accelerator=engine.fingerprint().accelerator)
-    mine = {
-        "device": engine.fingerprint().accelerator,
-        **asdict(engine.capabilities()),
-        "attributes": probe.attributes(at.device),
-    }
+    accelerator = engine.fingerprint().accelerator
+    at.note(accelerator=accelerator)
+    mine = {"device": accelerator, **asdict(engine.capabilities())}
+    mine["attributes"] = probe.attributes(at.device)
     problems = [] if at.gather(mine)[0] == mine else [f"differs from rank 0: {mine}"]
     if at.device.type == "cuda":
         here = gpu.current_device()
@@ -367,8 +350,7 @@ def memory(at: Rank, group: ProcessGroup) -> Passed:
         for schedule in MOVED
         for line in _moved(at, group, schedule, shard)
     )
-    nbytes = plain.nbytes
-    return Passed(f"each rank read {nbytes / 2**20:.3g} MiB of every peer, push and pull")
+    return Passed(f"each rank read {plain.nbytes / 2**20:.3g} MiB of every peer, push and pull")
 
 
 def _moved(at: Rank, group: ProcessGroup, schedule: str, shard: torch.Tensor) -> list[str]:
@@ -379,9 +361,8 @@ def _moved(at: Rank, group: ProcessGroup, schedule: str, shard: torch.Tensor) ->
     for turn in (1, 2):
         seeds = [2 * (turn * at.world + rank) + 1 for rank in range(at.world)]
         shard.view(torch.int32).copy_(count * 40503 + seeds[at.rank])
-        _, gathered = ficco.all_gather_matmul(
-            shard, b, group=group, schedule=schedule, return_gathered=True
-        )
+        how: Any = {"group": group, "schedule": schedule, "return_gathered": True}
+        _, gathered = ficco.all_gather_matmul(shard, b, **how)
         ficco.synchronize(group)
         parts = gathered.view(torch.int32).view(at.world, *shard.shape)
         for rank, part in enumerate(parts):
@@ -520,14 +501,11 @@ def tiles(at: Rank, group: ProcessGroup) -> Passed:
 
 
 #: Schedules of each operator in its check: every named one, and knobs of each kind.
-VARIED = (
-    [*NAMED]
-    + """
-    serial:collective shard-overlap:pull growing:tail=2 shrinking:pieces=2,pull
+VARIED = f"""
+    {" ".join(NAMED)} serial:collective shard-overlap:pull growing:tail=2 shrinking:pieces=2,pull
     hetero-fused-1d:pieces=3,copy=2,compute=2 hetero-fused-2d:pieces=3,pull
     shard-overlap:beta hetero-fused-1d:pieces=3,beta ring:pieces=3
 """.split()
-)
 
 
 def operator(at: Rank, group: ProcessGroup, operator: str) -> Passed:
@@ -780,10 +758,8 @@ def overlap(at: Rank, group: ProcessGroup) -> Passed:
 
 def looks(products: float, copies: float) -> Passed:
     """Outcome from the slowdowns of products and of copies during each other."""
-    seen = (
-        f"during each other products take {products:.2f} and copies {copies:.2f} times as long as "
-        "without; only a profile proves it"
-    )
+    seen = f"during each other products take {products:.2f} and copies {copies:.2f} times as long "
+    seen += "as without; only a profile proves it"
     if max(products, copies) > SLOWER:
         raise NotOffered(f"looks like copies by compute units: {seen}")
     return Passed(f"looks like copies by DMA engines: {seen}")
@@ -853,10 +829,8 @@ def bandwidth_of_all(at: Rank, group: ProcessGroup) -> Passed:
         return Passed(seen, details)
     pair = statistics.median(pairs(at).values())
     share = rates[lanes] / (peers * pair)
-    seen += (
-        f"; {lanes} reaches {rates[lanes]:.1f} GB/s, {share:.2f} of {peers} links of {pair:.1f} "
-        "GB/s each"
-    )
+    seen += f"; {lanes} reaches {rates[lanes]:.1f} GB/s, {share:.2f} of {peers} links of "
+    seen += f"{pair:.1f} GB/s each"
     if share < SLOW:
         raise NotOffered(f"copy lanes do not fill the links: {seen}", details)
     return Passed(seen, details)

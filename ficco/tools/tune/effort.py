@@ -11,6 +11,7 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.tools.bench.cases import option
 
 KIB, MIB = 1 << 10, 1 << 20
+Sizes = tuple[int, ...]
 
 
 class Shape(NamedTuple):
@@ -57,11 +58,7 @@ class Attends(NamedTuple):
     back: bool = False
 
 
-def attends(
-    queries: tuple[int, ...],
-    keys: tuple[int, ...],
-    heads: tuple[tuple[int, int, int], ...],
-) -> tuple[Attends, ...]:
+def attends(queries: Sizes, keys: Sizes, heads: tuple[Sizes, ...]) -> tuple[Attends, ...]:
     """Whole rectangles, squares under a causal mask, and backwards of the two smaller squares with
     and without it, of heads: their number, that of keys, and their size."""
     squares = [(k, k) for k in keys]
@@ -128,23 +125,17 @@ class Effort:
     takes: float = 1.25
 
 
-def grid(
-    ms: tuple[int, ...], ns: tuple[int, ...], ks: tuple[int, ...], most_flops: float, count: int
-) -> tuple[Shape, ...]:
+def grid(ms: Sizes, ns: Sizes, ks: Sizes, most_flops: float, count: int) -> tuple[Shape, ...]:
     """About ``count`` products: of a grid, of odd sizes between its ends, batches, and wide ones.
 
     Always the same ones: the numbers are drawn with a fixed seed.
     """
     draw = random.Random(0)
     regular = [Shape(m, n, k) for m in ms for n in ns for k in ks]
-    odd = [
-        Shape(
-            draw.randint(ms[0], ms[-1]),
-            draw.randint(ns[0], ns[-1]) // 8 * 8 or 8,
-            draw.randint(ks[0], ks[-1]) // 8 * 8 or 8,
-        )
-        for _ in range(count)
-    ]
+    odd = []
+    for _ in range(count):
+        m, n, k = (draw.randint(sizes[0], sizes[-1]) for sizes in (ms, ns, ks))
+        odd.append(Shape(m, n // 8 * 8 or 8, k // 8 * 8 or 8))
     batches = [
         Shape(m, n, k, batch)
         for batch in (3, 7)
@@ -161,10 +152,7 @@ def grid(
 
 
 def by_experts(
-    experts: tuple[int, ...],
-    rows: tuple[int, ...],
-    widths: tuple[tuple[int, int], ...],
-    most_flops: float,
+    experts: Sizes, rows: Sizes, widths: tuple[tuple[int, int], ...], most_flops: float
 ) -> tuple[Shape, ...]:
     """Products of expert layers with at most ``most_flops``, by number of experts, rows of each,
     and inner and outer columns: the first product, whose result is gated, and the second; for every
