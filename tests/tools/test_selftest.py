@@ -856,14 +856,14 @@ def test_figures_of_steps_before_a_crash_and_times_of_shapes(
 
 
 def _stands_still_in_a_shape() -> None:
-    right = selftest.run.call_times
+    right = selftest.checks.call_times
 
     def times(at: Any, group: Any, schedules: Any, sizes: Any, *rest: Any, **how: Any) -> Any:
         if sizes[1] == 128:
             time.sleep(1000)
         return right(at, group, schedules, sizes, *rest, **how)
 
-    selftest.run.call_times = times
+    selftest.checks.call_times = times
 
 
 @pytest.mark.slow

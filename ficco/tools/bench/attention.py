@@ -84,12 +84,8 @@ def exact_operands(
         return whole.expand(problem.batch, heads, -1, problem.size).contiguous()
 
     q, k = codes(at // 2, problem.heads), codes(at, problem.kv_heads)
-    return AttentionOperands(
-        q.contiguous(),
-        k.contiguous(),
-        values(at, problem.kv_heads),
-        values(at // 2, problem.heads),
-    )
+    v, wanted = values(at, problem.kv_heads), values(at // 2, problem.heads)
+    return AttentionOperands(q.contiguous(), k.contiguous(), v, wanted)
 
 
 # By collectives.
@@ -97,23 +93,12 @@ def exact_operands(
 
 def attended(heads: Heads, rectangles: Sequence[Rectangle], scale: float) -> list[Part]:
     """Results of the library's kernels, a part for each rectangle."""
-    q, k, v = heads
-    return [
-        Part(
-            one.q,
-            one.q_stop,
-            *attention(
-                Heads(
-                    q[:, :, one.q : one.q_stop],
-                    k[:, :, one.k : one.k_stop],
-                    v[:, :, one.k : one.k_stop],
-                ),
-                one,
-                scale,
-            ),
-        )
-        for one in rectangles
-    ]
+    (q, k, v), parts = heads, []
+    for one in rectangles:
+        rows, keys = slice(one.q, one.q_stop), slice(one.k, one.k_stop)
+        own = Heads(q[:, :, rows], k[:, :, keys], v[:, :, keys])
+        parts.append(Part(one.q, one.q_stop, *attention(own, one, scale)))
+    return parts
 
 
 def gather(problem: AttentionProblem, operands: AttentionOperands, group: ProcessGroup) -> Any:
@@ -175,10 +160,8 @@ def to_positions(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 @contextmanager
 def nothing_merged() -> Iterator[None]:
     """Skip the merge of attention parts in ficco's calls, to time the merge."""
-    with (
-        mock.patch.object(Kernels, "merge", lambda *_: None),
-        mock.patch("ficco.dma.gpu.merge", lambda *_: None),
-    ):
+    skip: Any = lambda *_: None  # noqa: E731
+    with mock.patch.object(Kernels, "merge", skip), mock.patch("ficco.dma.gpu.merge", skip):
         yield
 
 

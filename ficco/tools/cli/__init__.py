@@ -26,7 +26,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ficco.errors import ConfigError, FiccoError, InvalidArgument
 from ficco.problems.products import OPERATORS
@@ -55,61 +55,33 @@ READER_LEFT = 141
 GATHERS = "all_gather_matmul"
 
 
-class Command(NamedTuple):
-    """A command.
-
-    Attributes:
-        module: module of this package. It has ``add_NAME``, which adds the options of the command
-            to a parser, and ``run_NAME``, which takes the parsed options and returns the exit code.
-        help: what the command does.
-        words: its words before the options. ``[OPERATOR]`` stands for ``--operator``.
-    """
-
-    module: str
-    help: str
-    words: str = ""
-
-
-#: The commands in the order of the help.
+#: The commands in the order of the help, and what they do.
 COMMANDS = {
-    "demo": Command(
-        "measure",
-        "run every schedule and operator here, compare them with the plain product, draw them",
-    ),
-    "explain": Command(
-        "plan",
-        "say which schedule a call would take, why, and what is predicted of the others",
-        "[OPERATOR]",
-    ),
-    "plan": Command(
-        "plan",
-        "print or draw what a schedule does for given sizes; needs no GPU",
-        "[OPERATOR] SCHEDULE",
-    ),
-    "simulate": Command(
-        "plan",
-        "predict schedules on a described machine; needs no GPU",
-        "[OPERATOR] [SCHEDULE ...]",
-    ),
-    "bench": Command(
-        "measure",
-        "time operators by schedules, the serial composition and PyTorch's fused ops, paired",
-        "[OPERATOR ...]",
-    ),
-    "replay": Command(
-        "measure",
-        "time operators on one GPU, where rows of peers arrive when a link would bring them",
-        "[OPERATOR ...]",
-    ),
-    "plot": Command("plan", "draw timelines, or the CSV of any command", "FILE [FILE ...]"),
-    "tune": Command(
-        "measure",
-        "measure this machine, and which schedules are fastest on it, for schedule='auto'",
-    ),
-    "doctor": Command(
-        "measure", "print versions, devices, links, engines, and what would be used and why"
-    ),
+    "demo": "run every schedule and operator here, compare them with the plain product, draw them",
+    "explain": "say which schedule a call would take, why, and what is predicted of the others",
+    "plan": "print or draw what a schedule does for given sizes; needs no GPU",
+    "simulate": "predict schedules on a described machine; needs no GPU",
+    "bench": "time operators by schedules, the serial composition and PyTorch's fused ops, paired",
+    "replay": "time operators on one GPU, where rows of peers arrive when a link would bring them",
+    "plot": "draw timelines, or the CSV of any command",
+    "tune": "measure this machine, and which schedules are fastest on it, for schedule='auto'",
+    "doctor": "print versions, devices, links, engines, and what would be used and why",
 }
+
+#: Words of commands before the options. ``[OPERATOR]`` stands for ``--operator``.
+WORDS = {
+    "explain": "[OPERATOR]",
+    "plan": "[OPERATOR] SCHEDULE",
+    "simulate": "[OPERATOR] [SCHEDULE ...]",
+    "bench": "[OPERATOR ...]",
+    "replay": "[OPERATOR ...]",
+    "plot": "FILE [FILE ...]",
+}
+
+#: Commands of the module ``plan`` of this package; the others are in ``measure``. A module has
+#: ``add_NAME``, which adds the options of the command to a parser, and ``run_NAME``, which takes
+#: the parsed options and returns the exit code.
+PLANS = ("explain", "plan", "simulate", "plot")
 
 #: Families of operators that share their sizes, and their operators.
 FAMILIES = {
@@ -228,15 +200,14 @@ def _report(program: str, error: object, code: int) -> int:
 def _named(arguments: Sequence[str]) -> list[str]:
     """Arguments whose operators are options: of ``plan experts``, ``plan --operator experts``."""
     command, *rest = arguments or [""]
-    takes_operator = command in COMMANDS and "[OPERATOR" in COMMANDS[command].words
-    if takes_operator and rest and rest[0] in OPERATOR_NAMES:
+    if "[OPERATOR" in WORDS.get(command, "") and rest and rest[0] in OPERATOR_NAMES:
         rest.insert(0, "--operator")
     return [command, *rest] if arguments else []
 
 
 def _function(verb: str, command: str) -> Callable[[Any], Any]:
     """``add_COMMAND`` or ``run_COMMAND``, from the module that has the command."""
-    module = import_module(f"{__name__}.{COMMANDS[command].module}")
+    module = import_module(f"{__name__}.{'plan' if command in PLANS else 'measure'}")
     function: Callable[[Any], Any] = getattr(module, f"{verb}_{command}")
     return function
 
@@ -251,9 +222,9 @@ def _parser(arguments: Sequence[str] = tuple(COMMANDS)) -> Parser:
     )
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
     named = [after for one, after in pairwise(arguments) if one == "--operator"]
-    for name, one in COMMANDS.items():
-        usage = " ".join(["%(prog)s", *one.words.split(), "[options]"])
-        command = commands.add_parser(name, help=one.help, description=one.help, usage=usage)
+    for name, text in COMMANDS.items():
+        usage = " ".join(["%(prog)s", *WORDS.get(name, "").split(), "[options]"])
+        command = commands.add_parser(name, help=text, description=text, usage=usage)
         command.operator = operator_of(named[0]) if named else GATHERS
         if name in arguments:
             _function("add", name)(command)

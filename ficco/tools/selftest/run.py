@@ -37,18 +37,7 @@ from ficco.tools.bench.cases import OPERATOR as GATHER
 from ficco.tools.bench.cases import SETS
 from ficco.tools.launch import RankFailed, check_ranks, launch, local_device, under_torchrun
 from ficco.tools.selftest import checks, kernels
-from ficco.tools.selftest.checks import (
-    CheckFailed,
-    NotOffered,
-    Passed,
-    PeerLeft,
-    Rank,
-    SelftestSettings,
-    all_at_once,
-    call_times,
-    operands_of,
-    proven,
-)
+from ficco.tools.selftest.checks import NotOffered, Passed, Rank, SelftestSettings
 from ficco.tools.tune.effort import TuneSettings
 
 
@@ -78,12 +67,14 @@ COLLECTIVE = "schedule='serial:collective', or PyTorch's own collectives"
 def _shape(at: Rank, group: ProcessGroup, name: str) -> Passed:
     """Time a shape by the library's collective and product, and by ficco's schedules."""
     case = next(one for one in SETS[at.settings.shapes]() if one.name == name)
-    problem, lanes = case.problem(at.world), all_at_once(at)
+    problem, lanes = case.problem(at.world), checks.all_at_once(at)
     schedules = ["serial:collective", "serial", lanes, "auto"]
-    proven(at, group, schedules, (operands_of(at, problem), 1))
+    checks.proven(at, group, schedules, (checks.operands_of(at, problem), 1))
     sizes = problem.rows[at.rank], problem.n, problem.k
     dtype = getattr(torch, problem.dtype)
-    series = call_times(at, group, schedules, sizes, dtype, seconds=at.settings.shape_seconds)
+    series = checks.call_times(
+        at, group, schedules, sizes, dtype, seconds=at.settings.shape_seconds
+    )
     ms = {schedule: 1e3 * statistics.median(times) for schedule, times in series.items()}
     at.note(ms=ms)
     seen = ", ".join(f"{schedule} {one:.3f}" for schedule, one in ms.items())
@@ -114,98 +105,62 @@ def _figures(at: Rank, group: ProcessGroup) -> Passed:
     return Passed(f"{len(outcome.done)} steps of ficco tune --quick: {', '.join(outcome.done)}")
 
 
-CHECKS = (
-    Check("device and engine", checks.device, COLLECTIVE),
-    Check("memory of peers", checks.memory, COLLECTIVE),
-    Check("signals, first way", partial(checks.signals, way="auto"), "options(signals='copy')"),
-    Check("signals by write", partial(checks.signals, way="write"), "the first way"),
-    Check("signals by copy", partial(checks.signals, way="copy"), "the first way"),
-    Check(
-        "order of copy and signal",
-        checks.ordering,
-        "options(signals='copy'); options(replay=False) if only that is right",
-        limits=2,
-    ),
-    Check(
-        "2D copies",
-        checks.columns,
+def _of_every_engine() -> Iterator[Check]:
+    yield Check("device and engine", checks.device, COLLECTIVE)
+    yield Check("memory of peers", checks.memory, COLLECTIVE)
+    run = partial(checks.signals, way="auto")
+    yield Check("signals, first way", run, "options(signals='copy')")
+    for way in ("write", "copy"):
+        yield Check(f"signals by {way}", partial(checks.signals, way=way), "the first way")
+    instead = "options(signals='copy'); options(replay=False) if only that is right"
+    yield Check("order of copy and signal", checks.ordering, instead, limits=2)
+    instead = (
         "schedules whose names end in 1d, which copy whole rows, if you ask for them; without 2D "
-        "copies the engine packs columns, or copies them by ficco's kernel or row by row",
-    ),
-    *(
-        Check(
-            f"schedule {name}",
-            partial(checks.schedule, name=name),
-            "another schedule=; 'auto' does not know that it fails",
-        )
-        for name in NAMED
-        if name != "tiled"  # it does not take all sizes
-        and not refusal(Problem(GATHER, (1, 1), 1, 1, "float32"), NAMED[name])
-    ),
-    Check(
-        "product whose tiles wait",
-        checks.tiles,
-        "another schedule= than tiled; 'auto' takes it only where it was measured",
-    ),
-    Check("schedule serial:collective", checks.collective, "schedule='serial'"),
-    *(
-        Check(
-            f"operator {name}",
-            partial(checks.operator, operator=name),
-            "PyTorch's own collective and product",
-            limits=2,
-        )
-        for name in OPERATORS
-        if name != GATHER
-    ),
-    Check("copies by kernel", checks.mover, "the mover dma: leave the knob kernel out"),
-    Check("kernels", kernels.own, "PyTorch's operations, and signals by stream writes and waits"),
-    Check("graphs", checks.graph, "calls outside of graphs"),
-    Check(
-        "bandwidth of pairs",
-        checks.bandwidth_of_pairs,
+    )
+    instead += "copies the engine packs columns, or copies them by ficco's kernel or row by row"
+    yield Check("2D copies", checks.columns, instead)
+    instead = "another schedule=; 'auto' does not know that it fails"
+    for name in NAMED:
+        serves = not refusal(Problem(GATHER, (1, 1), 1, 1, "float32"), NAMED[name])
+        if serves and name != "tiled":  # which does not take all sizes
+            yield Check(f"schedule {name}", partial(checks.schedule, name=name), instead)
+    instead = "another schedule= than tiled; 'auto' takes it only where it was measured"
+    yield Check("product whose tiles wait", checks.tiles, instead)
+    yield Check("schedule serial:collective", checks.collective, "schedule='serial'")
+    instead = "PyTorch's own collective and product"
+    for name in OPERATORS:
+        if name != GATHER:
+            run = partial(checks.operator, operator=name)
+            yield Check(f"operator {name}", run, instead, limits=2)
+    by_engine = "the mover dma: leave the knob kernel out"
+    yield Check("copies by kernel", checks.mover, by_engine)
+    instead = "PyTorch's operations, and signals by stream writes and waits"
+    yield Check("kernels", kernels.own, instead)
+    yield Check("graphs", checks.graph, "calls outside of graphs")
+    instead = (
         "nothing: plans take all pairs to be alike; look at the links that ficco doctor lists, or "
-        "leave a rank of the slow pair out",
-        limits=2,
-    ),
-    Check(
-        "bandwidth of all pairs",
-        checks.bandwidth_of_all,
-        "schedules with fewer copy lanes (copy=), in case that lanes run one after the other",
-        limits=3,
-    ),
-    Check(
-        "products beside copies",
-        checks.overlap,
-        "copies by compute units, which slow products down",
-    ),
-    Check(
-        "copies of every size",
-        checks.sizes,
-        "shorter copies, by schedules of more pieces (pieces=)",
-        limits=2,
-    ),
-    Check(
-        "2D copies of every size",
-        partial(checks.sizes, schedules=checks.HALVES, cols=1024),
-        "schedules whose names end in 1d, or of more pieces (pieces=)",
-        limits=2,
-    ),
-    Check(
-        "kernel copies of every size",
-        partial(checks.sizes, schedules=checks.BY_KERNEL),
-        "the mover dma: leave the knob kernel out",
-        limits=2,
-    ),
-    Check(
-        "figures of the machine",
-        _figures,
-        "the figures of a machine file that is here already, if any; run ficco tune",
-        exclusive=True,
-        limits=6,
-    ),
-    Check("timeouts", checks.timeout, "a limit of your own for each call", exclusive=True),
-)
+    )
+    instead += "leave a rank of the slow pair out"
+    yield Check("bandwidth of pairs", checks.bandwidth_of_pairs, instead, limits=2)
+    instead = "schedules with fewer copy lanes (copy=), in case that lanes run one after the other"
+    yield Check("bandwidth of all pairs", checks.bandwidth_of_all, instead, limits=3)
+    instead = "copies by compute units, which slow products down"
+    yield Check("products beside copies", checks.overlap, instead)
+    instead = "shorter copies, by schedules of more pieces (pieces=)"
+    yield Check("copies of every size", checks.sizes, instead, limits=2)
+    run = partial(checks.sizes, schedules=checks.HALVES, cols=1024)
+    instead = "schedules whose names end in 1d, or of more pieces (pieces=)"
+    yield Check("2D copies of every size", run, instead, limits=2)
+    run = partial(checks.sizes, schedules=checks.BY_KERNEL)
+    yield Check("kernel copies of every size", run, by_engine, limits=2)
+    instead = "the figures of a machine file that is here already, if any; run ficco tune"
+    yield Check("figures of the machine", _figures, instead, exclusive=True, limits=6)
+    instead = "a limit of your own for each call"
+    yield Check("timeouts", checks.timeout, instead, exclusive=True)
+
+
+#: Checks of every engine, in their order.
+CHECKS = tuple(_of_every_engine())
 
 
 def _of_engine(engine: str) -> Iterator[Check]:
@@ -344,7 +299,7 @@ def _attempt(at: Rank, check: Check, journal: _RankJournal) -> None:
     try:
         passed = check.run(at, group)
         note("ok", passed.seen, passed.details)
-    except CheckFailed as error:
+    except checks.CheckFailed as error:
         note("failed", str(error))
     except (NotOffered, NotImplementedError) as error:
         trace = "".join(traceback.format_exception(error))
@@ -353,7 +308,7 @@ def _attempt(at: Rank, check: Check, journal: _RankJournal) -> None:
             raise
     except (SignalTimeout, RankMismatch, PeerFailed, TimeoutError) as error:
         note("late", f"{type(error).__name__}: {error}", traceback.format_exc())
-    except PeerLeft as error:
+    except checks.PeerLeft as error:
         note("left", str(error))
     except Exception as error:
         note("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
@@ -406,8 +361,8 @@ def selftest(
     engine = engine_name(torch.device(device), current().engine)
     run = Selftest(device, ranks, settings or SelftestSettings.of(device), engine)
     began = time.monotonic()
-    checks = (*(check.on(engine) for check in CHECKS), *timed(run.settings), *WAYS[engine])
-    left = list(checks)
+    every = (*(check.on(engine) for check in CHECKS), *timed(run.settings), *WAYS[engine])
+    left = list(every)
     results: dict[str, CheckResult] = {}
     while left:
         batch = [left[0]] if left[0].exclusive else [one for one in left if not one.exclusive]
@@ -418,7 +373,7 @@ def selftest(
             untried = {one.name: CheckResult(one.name, "not tried", why) for one in left}
             results |= untried
         left = [check for check in left if check.name not in results]
-    names = [check.name for check in checks]
+    names = [check.name for check in every]
     run.results = [results[name] for name in names]
     run.results += [result for name, result in results.items() if name not in names]
     run.seconds = time.monotonic() - began
