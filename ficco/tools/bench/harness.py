@@ -40,18 +40,9 @@ from ficco.problems.specification import AnyProblem
 from ficco.runtime.workspace import timing_steps, workspace_of
 from ficco.simulate import simulate
 from ficco.simulate.timeline import Timeline, assemble, dumps, work
+from ficco.tools.bench import frames
 from ficco.tools.bench.cases import BenchSettings
 from ficco.tools.bench.draw import draw, trace
-from ficco.tools.bench.frames import (
-    Schema,
-    append,
-    bar,
-    cells,
-    describe,
-    markdown,
-    show,
-    show_meanings,
-)
 from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item, Runner, Stopwatch, Times
 from ficco.tools.bench.replay import replayed_watch
 from ficco.tools.bench.report import (
@@ -176,12 +167,9 @@ class Workload:
         self, call: Callable[[str], torch.Tensor], usual: Sequence[str]
     ) -> dict[str, Variant]:
         """Variants by ficco, by schedule: the schedules of the bench, or ``usual`` without any."""
+        alone = not self.watch.has_peers
         return {
-            name: Variant(
-                partial(call, name),
-                schedule=name,
-                baseline=name == "serial" and not self.watch.has_peers,
-            )
+            name: Variant(partial(call, name), schedule=name, baseline=alone and name == "serial")
             for name in self.schedules or usual
         }
 
@@ -265,20 +253,15 @@ class Workload:
         def chosen(keep: Callable[[Variant], bool]) -> pd.Series | None:
             return fastest(frame, [name for name, one in self.offered.items() if keep(one)])
 
-        computed, moved, baseline = (
-            chosen(lambda one: one.part == COMPUTED),
-            chosen(lambda one: one.part == MOVED),
-            chosen(lambda one: one.baseline),
-        )
+        computed = chosen(lambda one: one.part == COMPUTED)
+        moved = chosen(lambda one: one.part == MOVED)
+        baseline = chosen(lambda one: one.baseline)
         bound = in_turn = None
         if computed is not None and moved is not None:
             bound, in_turn = np.maximum(computed, moved), computed + moved
             frame = frame.assign(**{IDEAL: bound})
-        ratios = {
-            "speedup": over(baseline, frame),
-            "share": over(bound, frame),
-            "in_turn": over(in_turn, frame),
-        }
+        references = {"speedup": baseline, "share": bound, "in_turn": in_turn}
+        ratios = {name: over(reference, frame) for name, reference in references.items()}
         whole = [name for name in frame if name == IDEAL or not self.offered[name].part]
         return spread(frame).join(pd.DataFrame(ratios).loc[whole])
 
@@ -338,7 +321,7 @@ class Subject:
     """
 
     name: str
-    schema: Schema
+    schema: frames.Schema
     work: Callable[[Any, Stopwatch, Sequence[Any]], Workload]
     heads: Callable[[pd.DataFrame], dict[str, pd.Series]] | None = None
     about: str = ""
@@ -359,24 +342,24 @@ def bench(settings: BenchSettings) -> pd.DataFrame | None:
     schema, csv, writes = subject.schema, settings.csv, dist.get_rank() == 0
     run = _Bench(settings, watch, Console(stderr=True, quiet=not writes))
     if writes:  # without a description a figure is worth nothing
-        about = describe(settings.device, settings.command, watch.world)
+        about = frames.describe(settings.device, settings.command, watch.world)
         about["hosts"] = watch.hosts.count
         if "graph" in settings.modes:
             about["calls_in_graph"] = CALLS_IN_GRAPH
         if watch.note:
             about["note"] = watch.note
         csv.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
-    frames = [schema.frame(())]
+    written = [schema.frame(())]
     with torch.set_grad_enabled(subject.gradients):
         for number, case in enumerate(settings.cases):
-            frames.append(schema.frame(run.case(case, number)))
+            written.append(schema.frame(run.case(case, number)))
             watch.release()
             if writes:
-                append(csv, frames[-1])
+                frames.append(csv, written[-1])
                 if subject.show is not None and not settings.quiet:
-                    subject.show(frames[-1])
+                    subject.show(written[-1])
     watch.close()
-    return pd.concat(frames, ignore_index=True) if writes else None
+    return pd.concat(written, ignore_index=True) if writes else None
 
 
 class _Bench:
@@ -423,11 +406,12 @@ class _Bench:
         graph = "graph" in settings.modes
         name = f"{getattr(work.case, 'operator', '')} {work.case.name}".strip()
         title = f"[{number + 1}/{len(settings.cases)}] {name}"
-        with bar(self.console, title, len(work.offered) * (1 + graph) + settings.rounds) as show:
+        steps = len(work.offered) * (1 + graph) + settings.rounds
+        with frames.bar(self.console, title, steps) as progress:
             done_steps = count(1)
 
             def tick(action: str) -> None:
-                show(next(done_steps), action)
+                progress(next(done_steps), action)
 
             checked = work.checked(graph, tick)
             work.fill(settings.seed)
@@ -501,7 +485,7 @@ def tables(subject: Subject, rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataF
         if "took" in text:
             way = way.where(text["took"] == "", way + " (" + text["took"] + ")")
         figures = {
-            heading: cells(timed[column] * factor, form)
+            heading: frames.cells(timed[column] * factor, form)
             for heading, column, factor, form in subject.shown
         }
         table = pd.DataFrame({**subject.heads(text), "way": way, **figures})
@@ -517,8 +501,8 @@ def show_ways(subject: Subject, rows: pd.DataFrame) -> None:
         print(f"{subject.name}, {mode}: {MODE_WORDS[mode]}")
         for case, ways in table.groupby(words, sort=False):
             print("; ".join(f"{word}: {text}" for word, text in zip(words, case, strict=True)))
-            show("", ways.drop(columns=words), width=100)
-    show_meanings(headings)
+            frames.show("", ways.drop(columns=words), width=100)
+    frames.show_meanings(headings)
     for line in left_out(subject, rows):
         print(f"  {line}")
 
@@ -526,18 +510,19 @@ def show_ways(subject: Subject, rows: pd.DataFrame) -> None:
 def left_out(subject: Subject, rows: pd.DataFrame) -> list[str]:
     """Lines for ways without figures."""
     missing = rows.loc[rows["note"] != "", ["way", subject.schema.case, "status", "note"]]
-    lines = missing.itertuples(index=False)
-    texts = [
-        f"{way or 'all ways'} of {case}: {status}: {note}" for way, case, status, note in lines
-    ]
-    return list(dict.fromkeys(texts))
+    lines = (
+        f"{way or 'all ways'} of {case}: {status}: {note}"
+        for way, case, status, note in missing.itertuples(index=False)
+    )
+    return list(dict.fromkeys(lines))
 
 
 def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: str) -> str:
     """The rows as Markdown."""
     parts = [f"# {name}", about_table(about), f"{subject.about} {subject.how}".strip()]
     for mode, table in tables(subject, rows):
-        parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", markdown(list(table), table)]
+        heading = f"## {mode.capitalize()}: {MODE_WORDS[mode]}"
+        parts += [heading, frames.markdown(list(table), table)]
     if missing := left_out(subject, rows):
         parts += ["## Not measured", "\n".join(f"- {line}" for line in missing)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -623,9 +608,7 @@ def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:
     done["place"] = 2 * done["place"] + done["reduce"]  # read and written
     spent["place"] += spent["reduce"]
 
-    rates = [
-        done[kind] / spent[kind] if done[kind] and spent[kind] else UNSEEN
-        for kind in ("matmul", "copy", "place")
-    ]
+    kinds = ("matmul", "copy", "place")
+    rates = [done[one] / spent[one] if done[one] and spent[one] else UNSEEN for one in kinds]
     # A mesh: copies to one peer come one after the other, so that none share a link.
     return flat(*rates, ranks=len(plans), kind="mesh", source="measured")

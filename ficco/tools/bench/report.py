@@ -97,18 +97,15 @@ def summarise(times: Series, queued: Series | None = None) -> pd.DataFrame:
     bound = ideal(rounds)
     if bound is not None:
         rounds[IDEAL] = bound
-    figures = spread(rounds)
-    ratios = pd.DataFrame(
-        {
-            "speedup": over(fastest(rounds, SERIALS), rounds),
-            "share": over(bound, rounds),
-            "efficiency": overlap_efficiency(rounds),
-            "vs_pytorch": over(fastest(rounds, PYTORCH), rounds),
-            "vs_queued": (pd.DataFrame(queued or {}) / rounds).median(),
-        }
-    )
+    ratios = {
+        "speedup": over(fastest(rounds, SERIALS), rounds),
+        "share": over(bound, rounds),
+        "efficiency": overlap_efficiency(rounds),
+        "vs_pytorch": over(fastest(rounds, PYTORCH), rounds),
+        "vs_queued": (pd.DataFrame(queued or {}) / rounds).median(),
+    }
     whole = rounds.columns.difference(PARTS)  # a part has no ratio to the whole operator
-    return figures.join(ratios.loc[whole])
+    return spread(rounds).join(pd.DataFrame(ratios).loc[whole])
 
 
 # Figures of rows.
@@ -193,17 +190,14 @@ def lines(rows: pd.DataFrame, mode: str, by: str = "share") -> pd.DataFrame:
         "pieces": timed["kind"] == "pieces",
         "quack": name == "quack",
     }
-    chosen = {role: timed[mask].sort_values("ms", kind="stable") for role, mask in roles.items()}
-    return pd.concat(
-        {
-            role: (these if role in ("serial", "pytorch") else these.sort_values(by, **BEST_FIRST))
-            .drop_duplicates(SHAPE)
-            .sort_index()
-            .set_index(SHAPE, drop=False)
-            for role, these in chosen.items()
-        },
-        axis=1,
-    )
+    chosen = {}
+    for role, mask in roles.items():
+        these = timed[mask].sort_values("ms", kind="stable")
+        if role not in ("serial", "pytorch"):
+            these = these.sort_values(by, **BEST_FIRST)
+        first = these.drop_duplicates(SHAPE).sort_index()
+        chosen[role] = first.set_index(SHAPE, drop=False)
+    return pd.concat(chosen, axis=1)
 
 
 def schedules(role: pd.DataFrame) -> pd.Series:
@@ -223,12 +217,9 @@ def shape_text(shapes: pd.DataFrame) -> pd.Series:
     """The sizes of each line's shape in words, with its name and origin if it has some."""
 
     def text(row: pd.Series) -> str:
-        named = row["case"] != f"{row['m']}x{row['n']}x{row['k']}"
-        return (
-            f"{row['case']}: " * named
-            + f"{row['m']}, {row['n']}, {row['k']}"
-            + f" ({row['label']})" * bool(row["label"])
-        )
+        m, n, k = row["m"], row["n"], row["k"]
+        name = f"{row['case']}: " * (row["case"] != f"{m}x{n}x{k}")
+        return f"{name}{m}, {n}, {k}" + f" ({row['label']})" * bool(row["label"])
 
     return shapes["shape"].apply(text, axis=1)
 
@@ -333,15 +324,11 @@ def with_means(table: pd.DataFrame, ratios: dict[str, pd.Series], bold: str = "{
 def _bounds(rows: pd.DataFrame, mode: str) -> str:
     shapes = lines(rows, mode)
     figures = RATIOS | {"vs_queued": "x queued"} if mode == "graph" else RATIOS
-    timed = {
-        "GEMM": "gemm",
-        "collective": "collective",
-        "copies": "copies",
-        "serial": "serial",
-        "PyTorch": "pytorch",
-        **({"QuACK": "quack"} if shapes["quack", "ms"].notna().any() else {}),
-        "ficco": "best",
-    }
+    timed = {"GEMM": "gemm", **{name: name for name in ("collective", "copies", "serial")}}
+    timed["PyTorch"] = "pytorch"
+    if shapes["quack", "ms"].notna().any():
+        timed["QuACK"] = "quack"
+    timed["ficco"] = "best"
     # Columns are named by their headings, except for a heading that occurs twice.
     table = pd.DataFrame({"shape": shape_text(shapes)})
     for head, role in timed.items():
@@ -431,13 +418,15 @@ def _costs(rows: pd.DataFrame) -> str:
     text = table[known].apply(cells, form=".0f").assign(memory=cells(table["memory"]))
     moved_name = "product" if OPERATORS[rows["operator"].iloc[0]].scatters else "gathered A"
     heads = ("candidate", *(f"host us, {mode}" for mode in known), f"memory / {moved_name}")
+    named = "; ".join(f"`{name}`: {NAMES[name]}" for name in NAMES if name in table.index)
     return (
         "Host: microseconds to enqueue one of several calls in a row, slowest rank, median over "
         "the shapes. "
         "Memory beside operands and result, on the rank that takes most, over the bytes of the "
         f"{moved_name}; largest of the shapes. ficco holds two slots, so that a call need not wait "
         "for the one before, and one where its memory is capped."
-        f"{_named(table.index)}\n\n{markdown(heads, text.reset_index())}"
+        + f" {named}." * bool(named)
+        + f"\n\n{markdown(heads, text.reset_index())}"
     )
 
 
@@ -456,12 +445,6 @@ NAMES = {
         "the paper's name for pieces that the library's collectives carry, without ficco",
     ),
 }
-
-
-def _named(names: Iterable[str]) -> str:
-    """Explanations of candidates."""
-    said = [f"`{name}`: {NAMES[name]}" for name in NAMES if name in names]
-    return f" {'; '.join(said)}." if said else ""
 
 
 def _accuracy(rows: pd.DataFrame) -> str:
@@ -587,19 +570,15 @@ MOST_SHAPES = 10
 def draw(schema: Schema, rows: pd.DataFrame, path: Path, title: str) -> list[Path]:
     """Draw the rows of a file; returns the paths of the pictures. Products have two pictures for
     each operator, whose names begin with that of ``path``."""
-    drawn = []
     if "kind" not in rows:
-        timed = rows.dropna(subset=schema.figure)
+        timed, panels = rows.dropna(subset=schema.figure), {}
         ways = timed[[*schema.ways]].astype(str).agg(" ".join, axis=1)
         columns = [name for name in ("operator", schema.case, "mode") if name in rows]
-        panels = {
-            f"{', '.join(map(str, names))}: {schema.figure}": mine[[schema.figure]].set_axis(
-                ways[mine.index]
-            )
-            for names, mine in timed.groupby(columns, sort=False)
-        }
+        for names, mine in timed.groupby(columns, sort=False):
+            heading = f"{', '.join(map(str, names))}: {schema.figure}"
+            panels[heading] = mine[[schema.figure]].set_axis(ways[mine.index])
         return [bars(panels, path, title)] if panels else []
-    several = rows["operator"].nunique() > 1
+    drawn, several = [], rows["operator"].nunique() > 1
     for operator, mine in by_operator(rows):
         if not (timed_modes := modes(mine)):
             continue
@@ -652,9 +631,8 @@ def _in_rows(shapes: pd.DataFrame) -> list[pd.DataFrame]:
 def _legend_below(figure: Any, axes: Any) -> None:
     """Draw the legend of ``axes`` below all axes of the figure."""
     handles, names = axes.get_legend_handles_labels()
-    figure.legend(
-        handles, names, loc="outside lower center", ncols=max(len(names), 1), frameon=False
-    )
+    how = {"loc": "outside lower center", "ncols": max(len(names), 1), "frameon": False}
+    figure.legend(handles, names, **how)
 
 
 def _shape(row: pd.Series) -> str:

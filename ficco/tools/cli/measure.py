@@ -19,30 +19,10 @@ from typing import TYPE_CHECKING, Any
 from ficco.problems.products import OPERATORS
 from ficco.problems.scaling import SCALED
 from ficco.problems.sizes import ASKABLE
-from ficco.tools import launch
+from ficco.tools import cli, launch
 from ficco.tools.bench import cases
 from ficco.tools.bench.cases import OPTIONAL, BenchSettings, Case, Replayed
-from ficco.tools.cli import (
-    CSV,
-    EXTRA,
-    FAMILIES,
-    FILE,
-    FLAG,
-    GATHERS,
-    NAMES,
-    NUMBER,
-    OPERATOR_NAMES,
-    STEPS,
-    add_fields,
-    add_files,
-    add_ranks,
-    command,
-    field_values,
-    is_installed,
-    not_installed,
-    shapes,
-    writable,
-)
+from ficco.tools.cli import CSV, FAMILIES, FILE, FLAG, GATHERS, NAMES, NUMBER, STEPS
 from ficco.tools.tune.effort import TuneSettings
 
 if TYPE_CHECKING:
@@ -71,7 +51,7 @@ def _add_measured(parser: Any) -> Any:
         "those of six blocks of Llama 3 8B under FSDP2 (default: "
         f"{cases.OPERATOR}, or those of the set)"
     )
-    add("--operator", **NAMES, choices=OPERATOR_NAMES, help=text)
+    add("--operator", **NAMES, choices=cli.OPERATOR_NAMES, help=text)
     text = f"shapes of products: {', '.join(cases.SETS)}; scattering operators take them with n "
     text += "and k exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and "
     add("--set", **NAMES, choices=list(cases.SETS), help=f"{text}experts)")
@@ -94,9 +74,9 @@ def _add_measured(parser: Any) -> Any:
 
 def _add_output(parser: Any) -> Any:
     """Add the limits and the files of a bench; returns the group of files."""
-    add_fields(parser, BenchSettings, "rounds", "seconds", "seed")
+    cli.add_fields(parser, BenchSettings, "rounds", "seconds", "seed")
     output = parser.add_argument_group("output")
-    add_files(output, "ficco-bench", "set")
+    cli.add_files(output, "ficco-bench", "set")
     output.add_argument("--json", **FLAG, help="print the rows as JSON")
     return output
 
@@ -105,8 +85,8 @@ def add_bench(parser: Any) -> None:
     add = _add_measured(parser).add_argument
     text = f"baselines to leave out: {', '.join(OPTIONAL)}; the native one has been seen to hang"
     add("--without", **NAMES, choices=OPTIONAL, default=[], help=text)
-    add_ranks(parser)
-    add_fields(_add_output(parser), BenchSettings, "timelines")
+    cli.add_ranks(parser)
+    cli.add_fields(_add_output(parser), BenchSettings, "timelines")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -122,11 +102,11 @@ def run_bench(arguments: argparse.Namespace) -> int:
         subject = f"replay-{arguments.world}-{subject}"
     settings = BenchSettings(
         **settings_of_kind,
-        **field_values(arguments, BenchSettings),
+        **cli.field_values(arguments, BenchSettings),
         device=device,
         quiet=arguments.json,
         csv=fresh(arguments.out, arguments.name or named(subject, device, ranks)),
-        command=command(),
+        command=cli.command(),
     )
     how: Any = {"device": device, "timeout_s": arguments.seconds + BENCH_START_S}
     rows = launch.launch(bench, arguments.ranks, settings, **how)
@@ -152,7 +132,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def add_replay(parser: Any) -> None:
     _add_measured(parser)
     parser.add_argument("--world", **NUMBER, required=True, help="ranks of the group")
-    add_fields(parser, Replayed, "rank", "machine")
+    cli.add_fields(parser, Replayed, "rank", "machine")
     text = "first measure what products take on this GPU, in about 20 s, for auto and for what "
     parser.add_argument("--products", **FLAG, help=f"{text}peers send")
     _add_output(parser)
@@ -217,7 +197,7 @@ def named(subject: str, device: str, ranks: int) -> str:
 
 def fresh(folder: Path, name: str) -> Path:
     """A CSV file that does not exist yet: rows are appended. Raises as :func:`writable`."""
-    path = writable(folder) / f"{name}.csv"
+    path = cli.writable(folder) / f"{name}.csv"
     number = 1
     while path.exists() and launch.own_rank() == 0:
         number += 1
@@ -258,7 +238,7 @@ def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[s
     if "world" not in arguments:
         return {}
     measure = partial(refitted, more=tuple(sorted(blocks))) if arguments.products else None
-    values = field_values(arguments, Replayed)
+    values = cli.field_values(arguments, Replayed)
     return {"replayed": Replayed(world=arguments.world, products=measure, **values)}
 
 
@@ -301,7 +281,10 @@ def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]
     """The shapes of the command line, and their name in files."""
     operators = arguments.operator
     if arguments.shapes or arguments.set:
-        names, selected = arguments.set or [arguments.shapes.stem], shapes(arguments, arguments.set)
+        names, selected = (
+            arguments.set or [arguments.shapes.stem],
+            cli.shapes(arguments, arguments.set),
+        )
         if operators:
             selected = [case.on(operator) for operator in operators for case in selected]
     else:  # each operator has its own
@@ -363,7 +346,7 @@ DEMO_S = 300.0
 
 
 def add_demo(parser: Any) -> None:
-    add_ranks(parser, "ranks to start (default: 4, or a GPU each)")
+    cli.add_ranks(parser, "ranks to start (default: 4, or a GPU each)")
     text = "folder for the pictures (default: a new one in the folder for temporary files)"
     parser.add_argument("--out", type=Path, help=text)
 
@@ -372,7 +355,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     from ficco.tools.bench.demo import demo
 
     device = arguments.device or launch.default_device()
-    out = arguments.out and writable(arguments.out)
+    out = arguments.out and cli.writable(arguments.out)
     return launch.launch(demo, arguments.ranks, device, out, device=device, timeout_s=DEMO_S)
 
 
@@ -394,7 +377,7 @@ NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
 
 def add_tune(parser: Any) -> None:
     measured = parser.add_argument_group("what is measured")
-    add_fields(measured, TuneSettings, "quick", "only")
+    cli.add_fields(measured, TuneSettings, "quick", "only")
     add = measured.add_argument
     text = (
         "measure only the collectives of these operators, time --shapes for each of them "
@@ -410,8 +393,8 @@ def add_tune(parser: Any) -> None:
     text = "with --check: share by which a point may be off (default: 0.25; on CPUs 1)"
     add("--tolerance", type=float, help=text)
     how = parser.add_argument_group("how")
-    add_ranks(how)
-    add_fields(how, TuneSettings, "fresh")
+    cli.add_ranks(how)
+    cli.add_fields(how, TuneSettings, "fresh")
     how.add_argument("--out", **FILE, help="the machine's file (default: the user's own)")
 
 
@@ -432,10 +415,10 @@ def run_tune(arguments: argparse.Namespace) -> int:
     settings = TuneSettings(
         path=path.absolute(),
         device=device,
-        **field_values(arguments, TuneSettings),
+        **cli.field_values(arguments, TuneSettings),
         operators=tuple(arguments.operator or ()),
         problems=tuple(_problems(arguments, ranks, device)),
-        command=command(),
+        command=cli.command(),
     )
     if not settings.steps:
         raise ValueError("--only shapes: required --shapes or --from-log with them, got none")
@@ -544,7 +527,9 @@ def add_doctor(parser: Any) -> None:
     text = (
         "start so many ranks and make a call, which shows what reaches a peer; the report on auto "
     )
-    add_ranks(parser, text + "is then for as many (default: start none; auto for a GPU each, or 4)")
+    cli.add_ranks(
+        parser, text + "is then for as many (default: start none; auto for a GPU each, or 4)"
+    )
     text = "start ranks (default: a GPU each, or 2) and test the engine's assumptions"
     add("--selftest", **FLAG, help=text)
     text = "report of --selftest, and its JSON next to it (default: ficco-selftest-<date>.md)"
@@ -569,7 +554,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         launch.check_ranks(ranks, device)  # before the report, which takes seconds
     report = doctor.report(ranks, device)
     report["extra"] = {
-        one: "installed" if is_installed(one) else not_installed(one) for one in EXTRA
+        one: "installed" if cli.is_installed(one) else cli.not_installed(one) for one in cli.EXTRA
     }
     if ranks is not None:
         how: Any = {"device": device, "timeout_s": DOCTOR_S}

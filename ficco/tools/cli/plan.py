@@ -18,27 +18,10 @@ from ficco.errors import ConfigError
 from ficco.plan.render import SECONDS, column, legend, seconds_text
 from ficco.problems.products import OPERATORS
 from ficco.problems.sizes import ASKABLE, MODES, problem_of
-from ficco.tools import launch
+from ficco.tools import cli, launch
 from ficco.tools.bench import cases
 from ficco.tools.bench.cases import BenchSettings, Case
-from ficco.tools.cli import (
-    CSV,
-    FILE,
-    FLAG,
-    GATHERS,
-    MACHINE,
-    NUMBER,
-    add_ranks_of_rows,
-    add_sizes,
-    add_world,
-    picture,
-    problem,
-    ranks_per_host,
-    require_extra,
-    shapes,
-    site,
-    sizes,
-)
+from ficco.tools.cli import CSV, FILE, FLAG, GATHERS, MACHINE, NUMBER
 from ficco.tools.cli.measure import BENCH_START_S, drawn, reported
 
 if TYPE_CHECKING:
@@ -58,10 +41,10 @@ def add_simulate(parser: Any) -> None:
     text = "shapes that ship with ficco (default: measured)"
     problems.add_argument("--set", choices=list(cases.SETS), metavar="NAME", help=text)
     problems.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k")
-    add_sizes(parser)
+    cli.add_sizes(parser)
     where = parser.add_argument_group("where")
     where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
-    add_world(where)
+    cli.add_world(where)
     text = "queued: the host runs ahead; idle: the GPU waits for it (default: queued; on CPUs "
     text += "idle, since the caller itself carries out the call)"
     where.add_argument("--mode", choices=MODES, help=text)
@@ -91,8 +74,8 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from ficco.tools.bench import simulated
     from ficco.tools.bench.frames import append, records
 
-    picture(arguments.draw)
-    where = site(arguments.machine, ranks_per_host(arguments), host=MACHINE)
+    cli.picture(arguments.draw)
+    where = cli.site(arguments.machine, cli.ranks_per_host(arguments), host=MACHINE)
     mode = arguments.mode or ("idle" if where.mode == "idle" else "queued")
     if "auto" in arguments.schedules:
         raise ValueError(
@@ -115,7 +98,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     else:
         names = (one.operator if one.operator in OPERATORS else str(one) for one in problems)
         print(", ".join(dict.fromkeys(names)))  # with the sizes of those that are no products
-        required, values = ASKABLE[problems[0].operator].required, sizes(arguments)
+        required, values = ASKABLE[problems[0].operator].required, cli.sizes(arguments)
         heads = "m, n per rank, k" if "m" in required else ", ".join(required).replace("_", " ")
         texts = (str(values.get(name)) for name in required)
         _print_rows(rows, f"{heads}; candidate", ", ".join(texts))
@@ -131,7 +114,7 @@ def _problems(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, 
     """The requested problems, each with the columns that describe it in rows."""
     from ficco.tools.bench.simulated import shape_of
 
-    values, operator = sizes(arguments), arguments.operator
+    values, operator = cli.sizes(arguments), arguments.operator
     if sum([bool(values), arguments.set is not None, arguments.shapes is not None]) > 1:
         raise ValueError("required one of --set, --shapes, and --m with --n and --k; got several")
     if values or operator not in (None, *OPERATORS):
@@ -143,7 +126,7 @@ def _problems(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, 
         else:
             yield one, {"case": str(one), "dtype": arguments.dtype}
         return
-    for case in shapes(arguments, [arguments.set or "measured"]):
+    for case in cli.shapes(arguments, [arguments.set or "measured"]):
         case = case.on(operator or case.operator)
         problem = replace(case.problem(world), hosts=arguments.hosts)
         yield problem, shape_of(case, problem)
@@ -207,8 +190,8 @@ def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
 def add_plan(parser: Any) -> None:
     add = parser.add_argument
     add("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
-    add_sizes(parser)
-    add_ranks_of_rows(parser)
+    cli.add_sizes(parser)
+    cli.add_ranks_of_rows(parser)
     add("--rank", **NUMBER, default=0, help="the rank to print (default: 0)")
     text = "cap on staging (gathering operators); pieces then share it as a ring"
     add("--workspace-bytes", **NUMBER, help=text)
@@ -229,11 +212,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from ficco.simulate import simulate
     from ficco.tools.promela import promela
 
-    where = site(arguments.machine, ranks_per_host(arguments), host=MACHINE)
-    wanted = problem(arguments, where.world)
+    where = cli.site(arguments.machine, cli.ranks_per_host(arguments), host=MACHINE)
+    wanted = cli.problem(arguments, where.world)
     if not 0 <= arguments.rank < wanted.world:
         raise ValueError(f"--rank: required 0 to {wanted.world - 1}, got {arguments.rank}")
-    picture(arguments.draw)
+    cli.picture(arguments.draw)
     drawn = where.simulated if arguments.draw or arguments.trace else None
     family = family_of(wanted)
     decision = decide(wanted, arguments.schedule, machine=where.machine, mode=where.mode)
@@ -324,8 +307,8 @@ MEASURE_S = 20.0
 
 def add_explain(parser: Any) -> None:
     add = parser.add_argument
-    add_sizes(parser)
-    add_ranks_of_rows(parser)
+    cli.add_sizes(parser)
+    cli.add_ranks_of_rows(parser)
     add("--schedule", default="auto", help="schedule to explain (default: auto)")
     add("--machine", help="a name or a file (default: this host's)")
     add("--captured", **FLAG, help="the call is captured in a graph")
@@ -348,9 +331,9 @@ def run_explain(arguments: argparse.Namespace) -> int:
         if not arguments.measure:
             raise ValueError(f"--seconds: required with --measure, got {seconds:g} without it")
         launch.check_seconds(seconds)
-    picture(arguments.draw)
-    where = site(arguments.machine, ranks_per_host(arguments), captured=arguments.captured)
-    wanted = problem(arguments, where.world)
+    cli.picture(arguments.draw)
+    where = cli.site(arguments.machine, cli.ranks_per_host(arguments), captured=arguments.captured)
+    wanted = cli.problem(arguments, where.world)
     if arguments.measure and wanted.operator not in OPERATORS:
         raise ValueError(
             f"--measure: required an operator of products, got {wanted.operator}; "
@@ -374,7 +357,7 @@ def _from_log(arguments: argparse.Namespace) -> int:
     from ficco.heuristics import decide
     from ficco.ops import problem_log
 
-    for name in (*sizes(arguments), "rows", "measure", "draw"):
+    for name in (*cli.sizes(arguments), "rows", "measure", "draw"):
         if getattr(arguments, name) not in (None, False):
             raise ValueError(f"--{name}: required without --from-log, whose problems have sizes")
     problems = problem_log.read(arguments.from_log, arguments.world)
@@ -382,7 +365,7 @@ def _from_log(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--from-log: required a problem in {arguments.from_log}, got none")
     decisions = []
     for one in problems:
-        where = site(arguments.machine, one.local_world, captured=arguments.captured)
+        where = cli.site(arguments.machine, one.local_world, captured=arguments.captured)
         how = {"machine": where.machine, "mode": where.mode}
         decisions.append(decide(one, arguments.schedule, **how))
     if arguments.json:
@@ -403,7 +386,7 @@ def _measure(
     from ficco.tools.bench.harness import bench
     from ficco.tools.bench.measure import modes_of
 
-    require_extra()
+    cli.require_extra()
     problem, device = decision.problem, launch.default_device()
     sizes = problem.m, problem.n, problem.k, problem.kind_of_operands
     case = Case("explained", *sizes, operator=problem.operator)
@@ -522,7 +505,7 @@ def add_plot(parser: Any) -> None:
 def run_plot(arguments: argparse.Namespace) -> int:
     from ficco.tools.bench.draw import draw, trace
 
-    picture(arguments.out, "--out")
+    cli.picture(arguments.out, "--out")
     tables = [path for path in arguments.files if path.suffix == ".csv"]
     if tables and len(tables) < len(arguments.files):
         raise ValueError("FILE: required timelines, or CSV files, got both")

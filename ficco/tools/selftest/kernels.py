@@ -13,19 +13,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
-from ficco.hip_kernels.launch import (
-    CASTS,
-    COMBINES,
-    E4M3,
-    GATED,
-    GATES,
-    MERGES,
-    REDUCTIONS,
-    Kernels,
-    Script,
-    ScriptStep,
-    Signals,
-)
+from ficco.hip_kernels import launch
+from ficco.hip_kernels.launch import Kernels, Script, ScriptStep, Signals
 from ficco.tools import probe
 from ficco.tools.selftest.checks import Passed, Rank
 
@@ -96,7 +85,7 @@ class _Trial:
                 yield f"placement of {rows} x {cols} at {first} of {pitch} is wrong"
 
     def summed(self) -> Iterator[str]:
-        for part, out in sorted(REDUCTIONS, key=str):
+        for part, out in sorted(launch.REDUCTIONS, key=str):
             for count, size in ((2, 4096), (8, 1000), (16, 7)):
                 parts = [self.integers(part, 1, size) for _ in range(count)]
                 total = torch.empty(1, size, dtype=out, device=self.at.device)
@@ -143,7 +132,7 @@ class _Trial:
     def cast(self) -> Iterator[str]:
         """Small integers, which casts to float8 keep, by factors of rows and of blocks."""
         device = self.at.device
-        for dtype, to, parts in product(CASTS, E4M3, (1, 4)):
+        for dtype, to, parts in product(launch.CASTS, launch.E4M3, (1, 4)):
             matrix, out = self.integers(dtype, 9, 512), torch.zeros(9, 512, device=device).to(to)
             factors = torch.zeros(9, parts, device=device)
             self.kernels.cast(out, factors, matrix, self.stream)
@@ -154,7 +143,7 @@ class _Trial:
     def merged(self) -> Iterator[str]:
         """Parts of attention: four that weigh the same, whose mean is exact, and one without
         weight."""
-        for dtype in MERGES:
+        for dtype in launch.MERGES:
             parts = [self.integers(dtype, 2, 3, 5, 64) for _ in range(5)]
             weights = list(torch.zeros(5, 2, 3, 5, device=self.at.device))
             weights[-1] -= 1e4
@@ -168,7 +157,7 @@ class _Trial:
 
     def gated(self) -> Iterator[str]:
         """Gates of half a row: ReLU of small integers, and SiLU of numbers with exact results."""
-        for function, dtype in product(GATES, GATED):
+        for function, dtype in product(launch.GATES, launch.GATED):
             rows = self.integers(dtype, 2, 9, 128)
             rows[..., :64] = rows[..., :64].sign() * 128
             out = torch.empty_like(rows[..., :64], memory_format=torch.contiguous_format)
@@ -196,7 +185,7 @@ class _Trial:
     def combined(self) -> Iterator[str]:
         """Rows of experts: small integers, whose sums by small weights are exact."""
         device = self.at.device
-        for dtype in COMBINES:
+        for dtype in launch.COMBINES:
             rows, out = self.integers(dtype, 20, 64), torch.empty(9, 64, dtype=dtype, device=device)
             picked = torch.arange(27, device=device).view(3, 9).t() % 20
             weights = (torch.arange(27, device=device).view(9, 3) % 3).float()
@@ -251,7 +240,7 @@ class _Trial:
     def scripted(self) -> Iterator[str]:
         """Sums with scripts before and after, and a script by itself. Scripts wait only for words
         that they have written."""
-        dtypes = sorted({part for part, out in REDUCTIONS if part == out}, key=str)
+        dtypes = sorted({part for part, out in launch.REDUCTIONS if part == out}, key=str)
         for dtype, (rows, cols, pitch, first) in product(dtypes, PARTS):
             words = self.words(5)
             arrived, *each = (words.data_ptr() + 4 * i for i in range(5))
