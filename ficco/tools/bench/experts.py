@@ -87,11 +87,7 @@ class ExpertData(Workload):
         dtype, each = getattr(torch, case.dtype), case.experts // watch.world
         places = torch.arange(case.experts, device=self.device).view(each, watch.world)
         self.rarity = (places.t().flatten() + 1.0) ** case.skew  # by expert
-        shapes = (
-            (case.tokens, case.k),
-            (each, case.k, 2 * case.inner),
-            (each, case.inner, case.k),
-        )
+        shapes = ((case.tokens, case.k), (each, case.k, 2 * case.inner), (each, case.inner, case.k))
         self.tokens, self.up, self.down = (
             torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes
         )
@@ -194,9 +190,7 @@ def by_rows(data: ExpertData) -> torch.Tensor:
     case, world, each = data.case, data.group.size(), data.up.shape[0]
     choices = data.indices.reshape(-1)
     order = choices.argsort(stable=True)
-    counts = torch.zeros_like(choices[:0].new_zeros(case.experts)).scatter_add_(
-        0, choices, torch.ones_like(choices)
-    )
+    counts = choices.new_zeros(case.experts).scatter_add_(0, choices, torch.ones_like(choices))
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=data.group)
     by_source = arriving.view(world, each)
@@ -222,17 +216,9 @@ def by_rows(data: ExpertData) -> torch.Tensor:
 def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tensor:
     """Call ficco with blocks of a fixed capacity, or with exact row counts: the host then waits
     for the counts."""
-    return ficco.experts(
-        data.tokens,
-        data.indices,
-        data.weights,
-        data.up,
-        data.down,
-        capacity=None if exact else data.capacity,
-        activation=data.activation,
-        group=data.group,
-        schedule=schedule,
-    )
+    operands = data.tokens, data.indices, data.weights, data.up, data.down
+    how: Any = {"activation": data.activation, "group": data.group, "schedule": schedule}
+    return ficco.experts(*operands, capacity=None if exact else data.capacity, **how)
 
 
 #: The baselines. The first is the reference of the others.

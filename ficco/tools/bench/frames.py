@@ -66,9 +66,8 @@ class Schema:
         filled = [{**empty, **row} for row in rows]
         if unknown := {name for row in filled for name in row} - empty.keys():
             raise KeyError(f"required columns of the schema, got {sorted(unknown)}")
-        return pd.DataFrame(filled, columns=list(empty)).astype(
-            {name: KINDS[kind][0] for name, kind in self.columns.items()}
-        )
+        dtypes = {name: KINDS[kind][0] for name, kind in self.columns.items()}
+        return pd.DataFrame(filled, columns=list(empty)).astype(dtypes)
 
     def read(self, path: Path) -> pd.DataFrame:
         """The rows of a CSV file.
@@ -113,31 +112,27 @@ def read_text(path: Path, required: Sequence[str] = ()) -> pd.DataFrame:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # rows longer than the header
             # The other engine does not tell a row that was cut off from one with empty cells.
-            cells = pd.read_csv(
-                path, dtype=object, keep_default_na=False, index_col=False, engine="python"
-            )
+            how: Any = {"keep_default_na": False, "index_col": False, "engine": "python"}
+            cells = pd.read_csv(path, dtype=object, **how)
     except OSError as error:
         raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
     except (ValueError, pd.errors.ParserWarning) as error:  # also of text that cannot be decoded
         raise ConfigError(str(path), "file", f"required a CSV file: {error}") from None
     if missing := [name for name in required if name not in cells]:
-        header = ", ".join(map(str, cells.columns))
-        required_text = f"required columns {', '.join(missing)}, got {header}"
-        raise ConfigError(str(path), "header", required_text)
+        why = f"required columns {', '.join(missing)}, got {', '.join(map(str, cells.columns))}"
+        raise ConfigError(str(path), "header", why)
     return cells
 
 
 def append(path: Path, rows: pd.DataFrame) -> Path:
     """Append rows to a CSV file. A new file gets a header, and its folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows.to_csv(
-        path,
-        mode="a",
-        header=not path.exists(),
-        index=False,
-        lineterminator="\n",
-        float_format=lambda value: f"{value:.0f}" if value.is_integer() else f"{value:.6g}",
-    )
+
+    def text(value: float) -> str:
+        return f"{value:.0f}" if value.is_integer() else f"{value:.6g}"
+
+    how: Any = {"lineterminator": "\n", "float_format": text}
+    rows.to_csv(path, mode="a", header=not path.exists(), index=False, **how)
     return path
 
 
@@ -422,15 +417,11 @@ def bar(
     """
     if not console.is_terminal:
         console.print(f"{title} ...", markup=False, highlight=False, soft_wrap=True)
-    columns = (
-        TextColumn("{task.fields[title]}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
+    title_column, action = (
+        TextColumn(text, markup=False) for text in ("{task.fields[title]}", "{task.description}")
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as shown:
+    columns = title_column, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), action
+    how: Any = {"transient": True, "disable": not console.is_terminal}
+    with Progress(*columns, console=console, **how) as shown:
         task = shown.add_task("", total=total, completed=done, title=title)
         yield lambda now, action: shown.update(task, completed=now, description=action)

@@ -50,18 +50,13 @@ def simulate_problem(
     for schedule in schedules or usual:
         seconds[str(schedule)] = family.seconds(problem, schedule, machine, mode)
     where = {"world": problem.world, "hosts": problem.hosts}
+    rows = []
+    for name, taken in seconds.items():
+        over = {"speedup": min(serials), "share": bounds["ideal"]}
+        ratios = {ratio: of / taken if taken else 1.0 for ratio, of in over.items()}
+        rows.append({"candidate": name, "ms": taken * 1e3, **ratios})
     where |= {"machine": machine.name, "mode": mode}
-    return SIMULATED.frame(
-        {
-            **shape,
-            **where,
-            "candidate": name,
-            "ms": taken * 1e3,
-            "speedup": min(serials) / taken if taken else 1.0,
-            "share": bounds["ideal"] / taken if taken else 1.0,
-        }
-        for name, taken in seconds.items()
-    )
+    return SIMULATED.frame({**shape, **where, **row} for row in rows)
 
 
 #: A product of each kind: copies take longer, products take longer, the host takes longest.
@@ -81,18 +76,13 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
     """Candidates as bars, predicted and, if known, measured; the suffix is the format."""
     if not decision.candidates or decision.problem is None or decision.machine is None:
         raise ValueError(f"--draw: required predictions to draw, got none: {decision}")
-    shown = decision.candidates
-    chosen = str(decision.schedule)
-    seconds = pd.DataFrame(
-        {
-            "predicted, queued": [one.queued for one in shown],
-            "predicted, idle": [one.idle for one in shown],
-            "measured, queued": [measured.get(one.schedule, {}).get("queued") for one in shown],
-            "measured, idle": [measured.get(one.schedule, {}).get("idle") for one in shown],
-        },
-        [f"{one.schedule} *" if one.schedule == chosen else one.schedule for one in shown],
-        dtype=float,
-    )
+    rows = {}
+    for one in decision.candidates:
+        name = one.schedule + " *" * (one.schedule == str(decision.schedule))
+        own = measured.get(one.schedule, {})
+        rows[name] = [one.queued, one.idle, own.get("queued"), own.get("idle")]
+    figures = ["predicted, queued", "predicted, idle", "measured, queued", "measured, idle"]
+    seconds = pd.DataFrame(rows, figures, dtype=float).T
     machine = described(decision.machine, decision.problem.world // decision.problem.hosts)
     assert machine is not None  # or nothing could have been predicted
     bound = family_of(decision.problem).ideal(decision.problem, machine) * 1e3

@@ -160,14 +160,9 @@ def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
     from ficco.tools.bench.simulated import BOUNDS
 
     bound = rows["candidate"].isin(BOUNDS)
-    text = pd.DataFrame(
-        {
-            heading: rows["candidate"],
-            "time": column(rows["ms"] * 1e-3, SECONDS),
-            "x serial": cells(rows["speedup"].where(~bound | (rows["candidate"] == "ideal"))),
-            "of ideal": cells(rows["share"].where(~bound)),
-        }
-    )
+    columns = {heading: rows["candidate"], "time": column(rows["ms"] * 1e-3, SECONDS)}
+    columns["x serial"] = cells(rows["speedup"].where(~bound | (rows["candidate"] == "ideal")))
+    text = pd.DataFrame({**columns, "of ideal": cells(rows["share"].where(~bound))})
     tables: list[pd.DataFrame] = []
     starts, ends = [], []
     for case, mine in rows.groupby("case", sort=False):
@@ -261,34 +256,32 @@ def _plan_text(plan: Any, decision: Any) -> str:
 
 
 def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
+    buffers = [
+        _fields(one, "name holds dtype")
+        | {"shape": plan.shape(one.name)}
+        | _fields(one, "memory layout")
+        for one in plan.buffers
+    ]
+    steps = []
+    for step in plan.steps:
+        one = _fields(step, "op lane label after")
+        one |= {key: [signal.name for signal in getattr(step, key)] for key in ("waits", "posts")}
+        for key in ("gates", "announces"):
+            signals = getattr(step, key)
+            one[key] = [{"signal": of.name, "rows": (of.first, of.last)} for of in signals]
+        steps.append(one | {"work": _plain(step.work)})
     return {
         "problem": asdict(plan.problem),
-        **{name: getattr(plan, name) for name in ("schedule", "rank", "lanes", "words")},
-        **{name: getattr(decision, name) for name in ("source", "reason")},
-        "buffers": [
-            {
-                **{name: getattr(one, name) for name in ("name", "holds", "dtype")},
-                "shape": plan.shape(one.name),
-                **{name: getattr(one, name) for name in ("memory", "layout")},
-            }
-            for one in plan.buffers
-        ],
-        "stages": plan.stages,
-        "extra_bytes": plan.extra_bytes,
-        "steps": [
-            {
-                **{name: getattr(step, name) for name in ("op", "lane", "label", "after")},
-                "waits": [signal.name for signal in step.waits],
-                "posts": [signal.name for signal in step.posts],
-                **{
-                    key: [{"signal": one.name, "rows": (one.first, one.last)} for one in signals]
-                    for key, signals in (("gates", step.gates), ("announces", step.announces))
-                },
-                "work": _plain(step.work),
-            }
-            for step in plan.steps
-        ],
+        **_fields(plan, "schedule rank lanes words"),
+        **_fields(decision, "source reason"),
+        "buffers": buffers,
+        **_fields(plan, "stages extra_bytes"),
+        "steps": steps,
     }
+
+
+def _fields(value: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names.split()}
 
 
 def _plain(value: Any) -> Any:
@@ -392,14 +385,13 @@ def _measure(
     case = Case("explained", *sizes, operator=problem.operator)
     names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]
     with tempfile.TemporaryDirectory(prefix="ficco-explain-") as folder:
+        modes = tuple(mode for mode in modes_of(device, None) if mode != "graph")
+        what: Any = {"subject": products.SUBJECT, "cases": (case,), "modes": modes}
+        how: Any = {"device": device, "rounds": 200, "seconds": arguments.seconds or MEASURE_S}
         settings = BenchSettings(
-            subject=products.SUBJECT,
-            cases=(case,),
+            **what,
+            **how,
             schedules=tuple(map(parse, names)),
-            modes=tuple(mode for mode in modes_of(device, None) if mode != "graph"),
-            device=device,
-            rounds=200,
-            seconds=arguments.seconds or MEASURE_S,
             csv=Path(folder) / "explained.csv",
             quiet=True,
         )
@@ -422,26 +414,25 @@ def _measure(
 
 def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, Any]:
     """A decision as data for other programs; all times are seconds."""
+    candidates = [
+        {
+            "schedule": one.schedule,
+            "predicted": _fields(one, "queued idle"),
+            "measured": measured.get(one.schedule, {}),
+            "share_of_ideal": one.share,
+            "gemm_decomposition": one.losses and one.losses.gemm,
+            "copy_decomposition": one.losses and one.losses.copies,
+            "contention": one.losses and one.losses.contention,
+            "extra_bytes": one.extra_bytes,
+        }
+        for one in decision.candidates
+    ]
     return {
-        "problem": str(decision.problem),
-        "schedule": str(decision.schedule),
-        "source": decision.source,
-        "reason": decision.reason,
+        **{name: str(getattr(decision, name)) for name in ("problem", "schedule")},
+        **_fields(decision, "source reason"),
         "machine": decision.machine and decision.machine.name,
         "mode": decision.mode,
-        "candidates": [
-            {
-                "schedule": one.schedule,
-                "predicted": {"queued": one.queued, "idle": one.idle},
-                "measured": measured.get(one.schedule, {}),
-                "share_of_ideal": one.share,
-                "gemm_decomposition": one.losses and one.losses.gemm,
-                "copy_decomposition": one.losses and one.losses.copies,
-                "contention": one.losses and one.losses.contention,
-                "extra_bytes": one.extra_bytes,
-            }
-            for one in decision.candidates
-        ],
+        "candidates": candidates,
     }
 
 

@@ -63,11 +63,10 @@ def host(site: Site) -> Host:
     # A CPU carries out the collective itself, too, whose own time is in its own block.
     exchange = taken.get("collective", 0.0)
     collective_call = max(taken["serial:collective"] - exchange - each["matmul"], 0.0)
-    note = f"least squares over {len(ENQUEUED)} schedules of {rows} rows per rank; " + (
-        "how much later warm calls, which the engine replays, end on an idle GPU"
-        if on_gpu
-        else "on a CPU a call is carried out by its host"
-    )
+    note = "on a CPU a call is carried out by its host"
+    if on_gpu:
+        note = "how much later warm calls, which the engine replays, end on an idle GPU"
+    note = f"least squares over {len(ENQUEUED)} schedules of {rows} rows per rank; {note}"
     source = site.provenance("fitted", note)
     return Host(collective_call=collective_call, provenance=source, **each)
 
@@ -153,15 +152,11 @@ def entry(problem: Problem, times: Mapping[str, Mapping[str, float]], site: Site
     queued, idle = (min(seconds, key=seconds.__getitem__) for seconds in by_mode)
     serial = [min(by[name] for name in SERIALS if name in by) for by in by_mode]
     names = ("operator", "rows", "n", "k", "blocks")
-    return Tuned(
-        dtype=problem.kind_of_operands,
-        **{name: getattr(problem, name) for name in names},
-        queued=queued,
-        idle=idle,
-        seconds=(by_mode[0][queued], by_mode[1][idle]),
-        serial=(serial[0], serial[1]),
-        provenance=site.source("measured", f"the fastest of {len(by_mode[1])} candidates"),
-    )
+    sizes = {name: getattr(problem, name) for name in names}
+    seconds = by_mode[0][queued], by_mode[1][idle]
+    source = site.source("measured", f"the fastest of {len(by_mode[1])} candidates")
+    best = {"queued": queued, "idle": idle, "seconds": seconds, "serial": (serial[0], serial[1])}
+    return Tuned(dtype=problem.kind_of_operands, provenance=source, **sizes, **best)
 
 
 def with_entry(machine: Machine, new: Tuned) -> Machine:
@@ -177,9 +172,8 @@ def rechosen(before: Machine, after: Machine, world: int, settings: TuneSettings
     problems = (*from_cases(SETS[name](), world, settings.device), *settings.problems)
     mode, changed = "eager" if settings.device == "cuda" else "idle", []
     for problem in dict.fromkeys(problems):
-        old, new = (
-            str(decide(problem, machine=one, mode=mode).schedule) for one in (before, after)
-        )
+        decisions = (decide(problem, machine=one, mode=mode) for one in (before, after))
+        old, new = (str(one.schedule) for one in decisions)
         if old != new:
             changed.append(f"  {problem}: {old} -> {new}")
     yield f"schedule='auto' changed for {len(changed)} of {len(set(problems))} shapes (set {name})"
