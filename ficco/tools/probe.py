@@ -18,9 +18,9 @@ from ficco.errors import BackendError
 from ficco.hip_kernels.build import can_compile
 from ficco.hip_kernels.launch import Kernels
 
-#: Attributes of a device that engines use, and the fallback for an attribute of 0.
+#: Attributes of a device that engines use, and the fallback for an attribute of 0. Engines that are
+#: not in this table or the next ones need none.
 ATTRIBUTES: dict[str, dict[str, str]] = {
-    "cpu": {},
     "cuda": {
         "CAN_USE_64_BIT_STREAM_MEM_OPS": "schedule='serial:collective': there is no engine without",
         "CAN_FLUSH_REMOTE_WRITES": "waits without a flush of remote writes",
@@ -37,10 +37,9 @@ REPORTED = {
     "cuda": "UNIFIED_ADDRESSING HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED COMPUTE_MODE".split(),
     "hip": "AsyncEngineCount UnifiedAddressing FineGrainSupport ComputeMode".split(),
 }
-#: Kinds of memory that processes share by handles, and the fallback of each kind.
+#: Kinds of memory that processes share by handles, and the fallback of each kind. On CUDA it is
+#: PyTorch's symmetric memory alone.
 SHARED: dict[str, dict[str, str]] = {
-    "cpu": {},
-    "cuda": {},  # PyTorch's symmetric memory alone
     "hip": {
         "plain": "PyTorch's symmetric memory: FICCO_HIP=memory=torch",
         "uncached": "signals in signal memory: FICCO_HIP=signals=signal",
@@ -49,8 +48,6 @@ SHARED: dict[str, dict[str, str]] = {
 }
 #: Further advice for an engine after a failed check of the self-test, by the name of the check.
 ADVICE: dict[str, dict[str, str]] = {
-    "cpu": {},
-    "cuda": {},
     "hip": {
         "signals, first way": "the variable FICCO_HIP=signals=...",
         "copies of every size": "with the machine file of `ficco doctor --read` the engine cuts "
@@ -63,53 +60,39 @@ ADVICE: dict[str, dict[str, str]] = {
 
 
 #: Claims of ``docs/api/amd-claims.md`` about cards, in Markdown, which a self-test proves or
-#: refutes, and how the names of their checks begin; none for a claim that the self-test does not
-#: try. Engines that ran on cards have pages of results instead.
-CLAIMS: dict[str, dict[str, tuple[str, ...]]] = {
-    "cpu": {},
-    "cuda": {},
+#: refutes, and how the names of their checks begin, after commas; none for a claim that the
+#: self-test does not try. Engines that ran on cards have pages of results instead.
+CLAIMS: dict[str, dict[str, str]] = {
     "hip": {
         "peers can map each other's memory, and copies reach it": (
-            "device and",
-            "memory of",
-            "sharing of plain",
-            "FICCO_HIP=memory=ipc",
+            "device and, memory of, sharing of plain, FICCO_HIP=memory=ipc"
         ),
         "copies of 4 bytes to 512 MiB are exact, to and from every peer, by each call": (
-            "copies of every",
-            "FICCO_HIP=copy=",
+            "copies of every, FICCO_HIP=copy="
         ),
-        "several copies of a lane take less time in a batch": ("batches of",),
-        "another device sees a word after the data of the copy before it": (
-            "order of copy",
-            "signals",
-        ),
-        "every schedule and operator is exact": ("schedule", "operator"),
-        "streams wait for words": ("attribute CanUse",),
-        "processes can share signal memory": ("sharing of signal", "FICCO_HIP=signals=signal"),
-        "streams wait on uncached memory": ("sharing of uncached", "FICCO_HIP=signals=uncached"),
-        "copies run on SDMA engines, during GEMMs": ("products beside",),
-        "7 copy lanes fill 7 links": ("bandwidth of",),
-        "the watchdog works while lanes wait": ("timeouts",),
-        "`FICCO_HIP=memory=torch`": ("FICCO_HIP=memory=torch",),
-        "`hipMemcpy2DAsync` between devices is exact and fast": ("2D copies", "FICCO_HIP=columns="),
-        "captured stream writes, waits and copies replay, in the captured order": ("graphs",),
+        "several copies of a lane take less time in a batch": "batches of",
+        "another device sees a word after the data of the copy before it": "order of copy, signals",
+        "every schedule and operator is exact": "schedule, operator",
+        "streams wait for words": "attribute CanUse",
+        "processes can share signal memory": "sharing of signal, FICCO_HIP=signals=signal",
+        "streams wait on uncached memory": "sharing of uncached, FICCO_HIP=signals=uncached",
+        "copies run on SDMA engines, during GEMMs": "products beside",
+        "7 copy lanes fill 7 links": "bandwidth of",
+        "the watchdog works while lanes wait": "timeouts",
+        "`FICCO_HIP=memory=torch`": "FICCO_HIP=memory=torch",
+        "`hipMemcpy2DAsync` between devices is exact and fast": "2D copies, FICCO_HIP=columns=",
+        "captured stream writes, waits and copies replay, in the captured order": "graphs",
         "code objects load, a kernel sees another's post, hiprtc compiles": (
-            "kernel",
-            "copies by",
-            "FICCO_HIP=signals=kernel",
-            "attribute Multi",
-            "attribute Wall",
+            "kernel, copies by, FICCO_HIP=signals=kernel, attribute Multi, attribute Wall"
         ),
-        "float8 GEMMs are correct": (),
-        "a kernel that waits sees rows copied while it ran (`tiled`)": ("product whose",),
-        "an event after a copy completes when that copy is over": ("FICCO_HIP=events=",),
+        "float8 GEMMs are correct": "",
+        "a kernel that waits sees rows copied while it ran (`tiled`)": "product whose",
+        "an event after a copy completes when that copy is over": "FICCO_HIP=events=",
         "a summing kernel reads a peer's product (`one-shot`, `two-shot`)": (
-            "operator matmul_reduce_scatter",
-            "operator matmul_all_reduce",
+            "operator matmul_reduce_scatter, operator matmul_all_reduce"
         ),
-        "any speed": ("time of", "figures of"),
-    },
+        "any speed": "time of, figures of",
+    }
 }
 #: Bytes of an allocation, as much as signal memory has.
 _BYTES = 8

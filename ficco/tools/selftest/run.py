@@ -57,7 +57,7 @@ class Check:
 
     def on(self, engine: str) -> Check:
         """The check with the advice for an engine."""
-        advice = probe.ADVICE[engine].get(self.name)
+        advice = probe.ADVICE.get(engine, {}).get(self.name)
         return replace(self, instead=f"{self.instead}; {advice}") if advice else self
 
 
@@ -166,10 +166,10 @@ CHECKS = tuple(_of_every_engine())
 def _of_engine(engine: str) -> Iterator[Check]:
     """Checks of an engine: attributes of the device, kinds of memory, and values of its choices."""
     knob, choices = variable(engine), ENGINE_WAYS[engine]
-    for name, instead in probe.ATTRIBUTES[engine].items():
+    for name, instead in probe.ATTRIBUTES.get(engine, {}).items():
         run = partial(checks.attribute, engine=engine, name=name)
         yield Check(f"attribute {name}", run, instead)
-    for kind, instead in probe.SHARED[engine].items():
+    for kind, instead in probe.SHARED.get(engine, {}).items():
         yield Check(f"sharing of {kind} memory", partial(checks.sharing, kind=kind), instead)
     for choice, values in choices.items():
         instead = f"leave {choice} out of {knob}, or name another of {', '.join(values)}"
@@ -451,7 +451,8 @@ def _result(
 SHOWN = 300
 #: Format of the JSON of a report.
 FORMAT = "ficco self-test 1"
-#: Seconds that the report of the machine may take.
+#: Parts of the report of the machine, and seconds that it may take.
+ABOUT = ("versions", "devices", "links", "engines", "use")
 ABOUT_S = 60.0
 #: The check whose fact ``largest`` limits copies, and the least limit that is of use: smaller
 #: pieces would leave most of the rate to the gaps between them.
@@ -495,16 +496,12 @@ def read(path: Path) -> dict[str, Any]:
     try:
         report: Any = json.loads(where.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--read: required the JSON of `ficco doctor --selftest --report FILE`, got {where}, "
-            f"which cannot be read: {error}"
-        ) from None
+        wanted = "required the JSON of `ficco doctor --selftest --report FILE`"
+        raise ValueError(f"--read: {wanted}, got {where}, which cannot be read: {error}") from None
     form = report.get("format") if isinstance(report, dict) else type(report).__name__
     if form != FORMAT:
-        raise ValueError(
-            f"--read: required a report in the format {FORMAT!r}, got {form!r} in {where}; read it "
-            "with the ficco that wrote it"
-        )
+        why = f"required a report in the format {FORMAT!r}, got {form!r} in {where}"
+        raise ValueError(f"--read: {why}; read it with the ficco that wrote it")
     return dict(report)
 
 
@@ -544,21 +541,15 @@ def markdown(report: dict[str, Any]) -> str:
     variables = "\n".join(f"{name}={value}" for name, value in report["environment"].items())
     blocks = {
         "Settings": "\n".join(f"{k}: {v}" for k, v in report["settings"].items()),
-        **{
-            part.capitalize(): json.dumps(about.get(part), indent=1)
-            for part in ("versions", "devices", "links", "engines", "use")
-        },
+        **{part.capitalize(): json.dumps(about.get(part), indent=1) for part in ABOUT},
         "Environment": variables or "none of the variables that matter is set",
-        **{
-            f"{one['check']}: {one['verdict']}": "\n".join(
-                filter(None, (one["seen"], one["details"]))
-            )
-            for one in results
-            if one["details"] or one["verdict"] == "failed"
-        },
-        "Machine file": report["machine"],
-        **{f"Output of {name}": log for name, log in report["logs"].items()},
     }
+    for one in results:
+        if one["details"] or one["verdict"] == "failed":
+            text = "\n".join(filter(None, (one["seen"], one["details"])))
+            blocks[f"{one['check']}: {one['verdict']}"] = text
+    blocks["Machine file"] = report["machine"]
+    blocks |= {f"Output of {name}": log for name, log in report["logs"].items()}
     for title, text in blocks.items():
         if text:
             lines += ["", f"## {title}", "", "```text", text.replace("```", "'''"), "```"]
@@ -585,12 +576,13 @@ def claims(report: dict[str, Any]) -> list[str]:
     """Rows of a Markdown table: each claim about the engine, the verdict, and the evidence; none if
     the pages make no claims about it."""
     results, engine = report["results"], report["engine"]
-    if not probe.CLAIMS[engine]:
+    if engine not in probe.CLAIMS:
         return []
     place = f"{report['ranks']} x {_fact(report, 'accelerator') or report['device']}"
     lines = ["| claim | verdict | evidence |", "|---|---|---|"]
     for claim, rows in probe.CLAIMS[engine].items():
-        tried = [one for one in results if one["check"].startswith(rows or (".",))]
+        names = tuple(rows.split(", ")) if rows else ()
+        tried = [one for one in results if one["check"].startswith(names)]
         verdicts = {one["verdict"] for one in tried} or {"not tried"}
         verdict = next(one for one in CLAIMED if one in verdicts)
         deciding = [f"{one['check']}: {one['seen']}" for one in tried if one["verdict"] == verdict]
