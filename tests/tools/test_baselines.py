@@ -22,7 +22,7 @@ VARIABLES = sorted({name for one in COPY_ENGINES.values() for name in one.variab
 
 
 @pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def rocm(monkeypatch: Any) -> pytest.MonkeyPatch:
     """A PyTorch for ROCm whose ranks were started without a variable of RCCL's."""
     monkeypatch.setattr(torch.version, "hip", "7.15")
     for name in VARIABLES:
@@ -84,7 +84,7 @@ def test_hipblaslt_is_asked_for_and_left(rocm: pytest.MonkeyPatch) -> None:
     assert choose() == backends.Default
 
 
-def test_memory_is_registered_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_registered_before_it_is_timed(monkeypatch: Any) -> None:
     pools: list[Any] = []
 
     @contextmanager

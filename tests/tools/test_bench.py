@@ -327,7 +327,7 @@ class QuackDouble:
         return at
 
 
-def test_quack_gathers_for_its_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quack_gathers_for_its_fastest_product(monkeypatch: Any) -> None:
     operands = Operands(
         problem_of_sizes("all_gather_matmul", 2048, 16, 32, "bfloat16", 2), 0, torch.device("cpu")
     )
@@ -451,7 +451,7 @@ ONE_RANK: Any = SimpleNamespace(
 
 @pytest.mark.parametrize(("stale_after", "status"), [(99, "skipped"), (1, "wrong"), (0, "wrong")])
 def test_replays_are_proven_on_inputs_of_their_own(
-    stale_after: int, status: str, monkeypatch: pytest.MonkeyPatch
+    stale_after: int, status: str, monkeypatch: Any
 ) -> None:
     work = ProductWork(Case("", 32, 16, 24, "float32"), ONE_RANK)
     operands = work.operands
@@ -638,7 +638,7 @@ def _ways(at: ranks.Rank, folder: Path, which: int, spoilt: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("which", range(len(WAYS)))
 def test_ways_are_proven_and_timed_and_wrong_ones_are_not(
-    tmp_path: Path, which: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, which: int, capsys: Any
 ) -> None:
     room, _, operator, note = WAYS[which]
     spoilt = ("experts",) if which == 0 else ("all_gather_attention", "ulysses_attention")
@@ -771,9 +771,7 @@ def test_calls_of_float8_have_timelines() -> None:
             assert any("scale" in bar.label for bar in bars) and recipe in str(one.problem)
 
 
-def test_bench_writes_rows_report_and_pictures(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_writes_rows_report_and_pictures(tmp_path: Path, capfd: Any) -> None:
     shapes, out = tmp_path / "tiny.csv", tmp_path / "out"
     shapes.write_text("name,m,n,k,dtype\na,64,16,64,float32\nodd,63,16,64,float32\n")
     words = f"bench --shapes {shapes} --ranks 2 --device cpu --rounds 3 --seconds 600 --json"
@@ -804,7 +802,7 @@ def test_bench_writes_rows_report_and_pictures(
 
 @pytest.mark.parametrize(("seconds", "most", "done"), [(11.9, 100, 5), (10.0, 4, 4), (1.0, 100, 3)])
 def test_rounds_end_before_the_seconds_do(
-    seconds: float, most: int, done: int, monkeypatch: pytest.MonkeyPatch
+    seconds: float, most: int, done: int, monkeypatch: Any
 ) -> None:
     """A round of two items takes two seconds; three are made in any case."""
     clock = _Clock(a=[(1.0, 0.0)], b=[(1.0, 0.0)])

@@ -51,7 +51,7 @@ ATTENTION = "--sequence 64 --heads 4 --kv-heads 2 --head-size 8 --causal --world
 EXPERTS = "--experts 8 --capacity 4 --k 16 --h 8 --n 16 --world 4".split()
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version(capsys: Any) -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'\nversion = "{ficco.__version__}"\n' in project
     assert cli.run(["--version"]) == 0
@@ -59,7 +59,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_explain_waits_for_what_it_measures_and_says_what_could_not_be_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: Any, capsys: Any
 ) -> None:
     rows = [("growing", "wrong", "3 elements"), ("serial", "skipped", "no memory")]
     limits = []
@@ -81,7 +81,7 @@ def test_explain_waits_for_what_it_measures_and_says_what_could_not_be_measured(
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ficco.tools.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
@@ -118,16 +118,14 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
         ),
     ],
 )
-def test_what_plans_and_decisions_say(
-    arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_plans_and_decisions_say(arguments: list[str], said: list[str], capsys: Any) -> None:
     assert cli.run(arguments) == 0
     found = capsys.readouterr().out
     assert all(text in found for text in said)
     assert found.count(f"{found.partition('(')[0]}(") == 1
 
 
-def test_plan_as_json_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_as_json_and_drawn(tmp_path: Path, capsys: Any) -> None:
     assert cli.run(["plan", "growing", *SIZES, "--rank", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["rank"], found["source"], found["problem"]["n"]) == (2, "caller", 8)
@@ -291,7 +289,7 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
     [(f"{command} {more}", said) for command, rows in REFUSED.items() for more, said in rows],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    arguments: str, said: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.run(arguments.split()) == 2
@@ -301,7 +299,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 def test_an_error_names_an_option_by_its_type_not_by_its_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: Any, capsys: Any
 ) -> None:
     for error, said in (
         (InvalidArgument("world", "required fewer"), "error: --world: required fewer\n"),
@@ -314,9 +312,7 @@ def test_an_error_names_an_option_by_its_type_not_by_its_text(
 
 
 @pytest.mark.parametrize("family", cli.FAMILIES)
-def test_the_help_lists_the_sizes_of_a_family(
-    family: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_lists_the_sizes_of_a_family(family: str, capsys: Any) -> None:
     texts = []
     for words in ([family], ["--operator", family]):
         assert cli.run(["explain", *words, "--help"]) == 0
@@ -329,7 +325,7 @@ def test_the_help_lists_the_sizes_of_a_family(
     assert ("--rows" in texts[0]) == (family == "products")
 
 
-def test_the_help_has_every_option_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_has_every_option_and_its_default(capsys: Any) -> None:
     (commands,) = (
         action.choices
         for action in cli._parser()._actions
@@ -351,7 +347,7 @@ def test_the_help_has_every_option_and_its_default(capsys: pytest.CaptureFixture
         assert operands_of(name)[0] in (name, "float8_e4m3fn", "float8_e4m3fnuz")
 
 
-def test_plot_draws_every_kind_of_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_draws_every_kind_of_csv(tmp_path: Path, capsys: Any) -> None:
     results = Path(__file__).parents[2] / "docs" / "results"
     for name in ("layers-h200-4", "losses-h200-2", "simulated/mi300x-8"):
         picture = tmp_path / f"{Path(name).name}.png"
@@ -379,7 +375,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("command", ["plan growing", "explain", "simulate"])
 def test_tables_fit_into_a_terminal_and_are_explained(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     sizes = "--m 8192 --n 3584 --k 4096 --machine h200-4".split()
@@ -392,7 +388,7 @@ def test_tables_fit_into_a_terminal_and_are_explained(
 
 @pytest.mark.parametrize("operator", OTHERS)
 def test_attention_and_experts_are_planned_simulated_and_explained(
-    operator: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    operator: str, capsys: Any, tmp_path: Path
 ) -> None:
     def said(*command: str, on: tuple[str, ...] = ("--machine", "h200-4")) -> str:
         assert cli.run([command[0], operator, *command[1:], *OTHERS[operator], *on]) == 0
@@ -463,7 +459,7 @@ def test_cases_of_a_bench_of_attention_and_experts() -> None:
 
 
 def test_doctor_says_what_is_here_and_what_so_many_ranks_would_use(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Any, monkeypatch: Any
 ) -> None:
     said = {}
     for number in (None, 1, 2):
@@ -493,7 +489,7 @@ def test_doctor_says_what_is_here_and_what_so_many_ranks_would_use(
     assert "rich        rich: required, and not installed; `pip install" in capsys.readouterr().out
 
 
-def test_doctor_survives_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_survives_what_is_broken(monkeypatch: Any) -> None:
     def broken(*_: object) -> None:
         raise OSError("no such driver")
 
@@ -541,7 +537,7 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
     assert f"auto takes {schedule} for all_gather_matmul (" in text
 
 
-def test_the_demo_takes_gpus_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_takes_gpus_where_there_are_any(monkeypatch: Any) -> None:
     taken = []
     monkeypatch.setattr("ficco.tools.launch.default_device", lambda: "cuda")
     monkeypatch.setattr("ficco.tools.launch.launch", lambda *args, **how: taken.append((args, how)))

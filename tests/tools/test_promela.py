@@ -220,9 +220,7 @@ def test_spin_finds_the_faults_that_the_proof_finds(what: str, tmp_path: Path) -
     assert error and re.search(said, error), error
 
 
-def test_the_command_writes_a_model_for_spin(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_model_for_spin(tmp_path: Path, capsys: Any) -> None:
     sizes = ["--m", "32", "--n", "24", "--k", "32", "--world", "2", "--promela"]
     model = promela(made("growing", two(PROBLEM)))
     assert cli.run(["plan", "growing", *sizes, "-"]) == 0

@@ -65,7 +65,7 @@ def _broken(breaks: Callable[[], None], fn: Callable[..., Any], *args: Any) -> A
 
 
 def results(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
     breaks: Callable[[], None],
     only: Sequence[str] = (),
     settings: SelftestSettings = FAST,
@@ -116,9 +116,7 @@ def _doctor_in_process(command: list[str], **options: Any) -> Any:
     return SimpleNamespace(stdout=printed.getvalue())
 
 
-def test_it_passes_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_passes_here(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(selftest.run, "CHECKS", halved(0))
     monkeypatch.setattr(SelftestSettings, "of", lambda device: FAST)
     monkeypatch.setenv("GPU_MAX_HW_QUEUES", "4")
@@ -140,7 +138,7 @@ def test_it_passes_here(
     assert torch.__version__ in text
 
 
-def test_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank(monkeypatch: Any) -> None:
     monkeypatch.setattr(selftest.run, "CHECKS", halved(1))
     run = selftest.run.selftest("cpu", 1, FAST)
     assert run.failed == 0, run.results
@@ -168,7 +166,7 @@ def _wrong_columns_and_posts() -> None:
     cpu._move, cpu.CpuEngine.post = wrong_move, no_post  # type: ignore[method-assign]
 
 
-def test_wrong_columns_and_lost_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_columns_and_lost_signals(monkeypatch: Any) -> None:
     only = ["memory", "signals, first", "order", "2D", "schedule sh", "schedule growing"]
     found = results(monkeypatch, _wrong_columns_and_posts, [*only, "timeouts"])
     places = {"memory of peers", "2D copies", "2D copies of every size", "order of copy and signal"}
@@ -199,7 +197,7 @@ def _short_sums_a_slow_pair_and_no_kernels() -> None:
     )
 
 
-def test_short_sums_a_slow_pair_and_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_sums_a_slow_pair_and_no_kernels(monkeypatch: Any) -> None:
     only = ["operator all_to_all_m", "operator matmul_reduce_scatter", "operator matmul_all_reduce"]
     only += ["copies by kernel", "bandwidth of pairs"]
     found = results(monkeypatch, _short_sums_a_slow_pair_and_no_kernels, only)
@@ -265,7 +263,7 @@ FAILING: dict[str, tuple[Callable[[], None], dict[str, float], str, str]] = {
 
 
 @pytest.mark.parametrize("how", FAILING)
-def test_a_rank_that_fails(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails(how: str, monkeypatch: Any) -> None:
     """Its check fails, and no other one before or after."""
     breaks, settings, check, said = FAILING[how]
     only = ["schedule serial:collective", "copies by kernel", "bandwidth of all"]
@@ -274,7 +272,7 @@ def test_a_rank_that_fails(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_tells_of_ranks_that_do_not_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
     found = results(monkeypatch, os.abort, ["memory", "timeouts"])
     untried = {name for name, result in found.items() if result.verdict == "not tried"}
@@ -309,7 +307,7 @@ class _Alone(Rank):
         return [mine]
 
 
-def _checked(kernels: Kernels | TorchKernels, monkeypatch: pytest.MonkeyPatch) -> str:
+def _checked(kernels: Kernels | TorchKernels, monkeypatch: Any) -> str:
     """What the check of kernels has seen, or finds wrong."""
     monkeypatch.setattr(probe, "own_kernels", lambda device: (kernels, None))
     at = _Alone(0, 1, torch.device("cpu"), FAST, None)
@@ -341,7 +339,7 @@ WRONG_SUMS: list[tuple[Callable[..., Any], list[str], str]] = [
 ]
 
 
-def test_operations_of_pytorch_in_place_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_of_pytorch_in_place_of_kernels(monkeypatch: Any) -> None:
     right = _checked(TorchKernels(), monkeypatch)
     assert right.startswith("placement and sums exact, by PyTorch's operations; ")
     assert "posts and waits are not there" in right
@@ -356,7 +354,7 @@ def test_operations_of_pytorch_in_place_of_kernels(monkeypatch: pytest.MonkeyPat
 host_kernels = test_kernels.on_host
 
 
-def test_compiled_kernels(host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels(host_kernels: Kernels, monkeypatch: Any) -> None:
     launches, right, together = host_kernels.binding.launches, host_kernels.copies, []
 
     def copies(*args: Any, **more: Any) -> None:
@@ -455,7 +453,7 @@ WRONG_KERNELS: list[tuple[dict[str, Callable[..., Any]], dict[str, int]]] = [
 
 @pytest.mark.parametrize("turn", range(len(WRONG_KERNELS)))
 def test_compiled_kernels_that_are_broken(
-    turn: int, host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    turn: int, host_kernels: Kernels, monkeypatch: Any
 ) -> None:
     """Each is found, and nothing else is said to be wrong but for what follows from it."""
     wrong, said = WRONG_KERNELS[turn]
@@ -472,9 +470,7 @@ def test_compiled_kernels_that_are_broken(
     assert len(found.splitlines()) == len(said) + sum(said.values()), found
 
 
-def test_ranks_of_torchrun_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_of_torchrun_are_refused(monkeypatch: Any, capsys: Any) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     assert cli.run(["doctor", "--selftest", "--device", "cpu"]) == 2
@@ -497,7 +493,7 @@ def _on_the_double(
 
 
 def on_the_double(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
     only: Sequence[str],
     breaks: Callable[[], None] | None = None,
     ranks: int = 2,
@@ -529,7 +525,7 @@ def _tells_how_it_is_timed() -> None:
 COLUMNS = ("columns by hipMemcpy2DAsync;", "by packing or ficco's kernel, for want of a 2D copy")
 
 
-def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_passes_through_the_hip_engine(monkeypatch: Any) -> None:
     # Every check, of schedules and operators one each: tests/test_hip.py runs them all.
     only = [check.name for check in (*selftest.run.CHECKS, *selftest.run.WAYS["hip"])]
     each = {"schedule growing", "operator matmul_reduce_scatter"}
@@ -575,7 +571,7 @@ def _no_copies_to_peers() -> None:
     hip_api.copy = lambda dst, src, nbytes, stream: nbytes == 4 or right(dst, src, nbytes, stream)
 
 
-def test_what_a_card_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_card_does_not_have(monkeypatch: Any) -> None:
     """Each kind of memory and each attribute by itself, where no engine can be made either; memory
     of two kinds stays as it was."""
     settings = {"SIGNAL_IPC": 0, "WAIT": 0}
@@ -588,7 +584,7 @@ def test_what_a_card_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[waits].seen == "0 on ranks [0, 1]" and "kernel" in found[waits].instead
 
 
-def test_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_refused(monkeypatch: Any) -> None:
     """Columns without a 2D copy are exact, but packed columns are not what was to be checked."""
     only = ["2D copies", "FICCO_HIP=copy=peer", "FICCO_HIP=copy=dtod, "]
     settings = {"FAIL": "hipMemcpyPeerAsync:801:1:1000000", "2D": 0}
@@ -612,7 +608,7 @@ def _batches_of_small_copies_pay() -> None:
     selftest.checks.gb_per_s = rate
 
 
-def test_batches_are_timed_for_the_machine_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_timed_for_the_machine_file(monkeypatch: Any) -> None:
     only, breaks = ["batches", "FICCO_HIP=copy=batch"], _batches_of_small_copies_pay
     found = on_the_double(monkeypatch, only, breaks, ranks=3, VERSION=71526333)
     assert found["FICCO_HIP=copy=batch"].verdict == "ok"
@@ -658,7 +654,7 @@ def _breaks_copies(how: str, machine: str = "") -> None:
 
 
 def reported(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
     only: Sequence[str],
     breaks: Callable[[], None],
     **settings: Any,
@@ -691,9 +687,7 @@ def limited(found: dict[str, CheckResult], report: dict[str, Any], said: str) ->
 @pytest.mark.parametrize(
     ("how", "limit_s"), [("crash", 30.0), pytest.param("hang", 8.0, marks=pytest.mark.slow)]
 )
-def test_copies_of_more_than_a_limit(
-    how: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_more_than_a_limit(how: str, limit_s: float, monkeypatch: Any) -> None:
     """The report has the limit, and the checks behind it are tried."""
     only = ["device", "copies of every", "sharing of plain"]
     found, report = reported(monkeypatch, only, partial(_breaks_copies, how), limit_s=limit_s)
@@ -701,7 +695,7 @@ def test_copies_of_more_than_a_limit(
     assert ("exit code 7" in found["copies of every size"].seen) == (how == "crash")
 
 
-def test_copies_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_copy_nothing(monkeypatch: Any) -> None:
     """Of one kind, from the first size on: no limit helps."""
     only = ["copies of every", "FICCO_HIP=copy=nocu", "FICCO_HIP=copy=dtod, "]
     found, report = reported(monkeypatch, only, partial(_breaks_copies, "nocu"))
@@ -763,7 +757,7 @@ def _copies_behind_the_signal() -> None:
     hip_api.copy = copy
 
 
-def test_signals_before_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_before_their_copies(monkeypatch: Any) -> None:
     only = ["order of", "attribute"]
     found, report = reported(monkeypatch, only, _copies_behind_the_signal)
     assert "wrong elements" in found["order of copy and signal"].seen
@@ -772,7 +766,7 @@ def test_signals_before_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| refuted |" in line and "order of copy and signal: " in line
 
 
-def test_a_doctor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_doctor_that_hangs(monkeypatch: Any) -> None:
     """The report lacks its part alone."""
 
     def hangs(command: list[str], **options: Any) -> Any:
@@ -786,7 +780,7 @@ def test_a_doctor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_report_is_read_back_and_limits_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     breaks = partial(_breaks_copies, "short")
     only = ["device", "copies of every", "figures", "sharing of", "attribute"]
@@ -838,9 +832,7 @@ def _ends_in_a_step() -> None:
     run.MEASURES["memory"] = lambda site: os._exit(7)
 
 
-def test_figures_of_steps_before_a_crash_and_times_of_shapes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_figures_of_steps_before_a_crash_and_times_of_shapes(monkeypatch: Any) -> None:
     settings = {"figures": ("copies", "memory"), "shapes": "cpu", "shape_seconds": 0.0}
     only = ["figures", "timeouts", "time of"]
     found, report = reported(monkeypatch, only, _ends_in_a_step, **settings)
@@ -867,7 +859,7 @@ def _stands_still_in_a_shape() -> None:
 
 
 @pytest.mark.slow
-def test_times_of_shapes_besides_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_shapes_besides_one_that_hangs(monkeypatch: Any) -> None:
     settings = {"shapes": "cpu", "shape_seconds": 0.0, "limit_s": 8.0}
     found, report = reported(monkeypatch, ["time of"], _stands_still_in_a_shape, **settings)
     assert failed(found) == {"time of 512x128x256"}
@@ -920,8 +912,8 @@ def test_hosts_that_cannot_run(
     there: Sequence[str],
     said: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
+    capsys: Any,
 ) -> None:
     for name in there:
         (tmp_path / name).touch()
@@ -944,9 +936,7 @@ def test_hosts_that_cannot_run(
         assert doctor.obstacle() == ""
 
 
-def test_a_driver_without_peer_access_and_no_runtime(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_without_peer_access_and_no_runtime(tmp_path: Path, monkeypatch: Any) -> None:
     kfd = tmp_path / "kfd"
     kfd.touch()
     for settings, words in (
@@ -994,7 +984,7 @@ class _OfMany(_Alone):
         return self.known
 
 
-def test_lanes_that_run_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_that_run_one_behind_the_other(monkeypatch: Any) -> None:
     """Four of seven links are filled: that is not what seven lanes are for."""
     speed, rates = selftest.checks, {"shard-overlap": 40.0}
     monkeypatch.setattr(speed, "gb_per_s", lambda at, group, name, peers: rates[name])

@@ -308,7 +308,7 @@ def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, capsys
 
 
 def test_a_new_file_begins_with_what_ships_and_other_things_are_left_alone(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     for named in ("h200-4", "nothing"):  # whatever the environment names
         monkeypatch.setenv("FICCO_MACHINE", named)
@@ -574,9 +574,7 @@ def test_on_the_command_line_a_falsified_file_does_not_hold(tmp_path: Path, capf
 
 
 @pytest.mark.parametrize("crowded", [True, False])
-def test_copies_are_checked_by_what_their_block_holds(
-    crowded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_are_checked_by_what_their_block_holds(crowded: bool, monkeypatch: Any) -> None:
     """On crowded cores that is the bytes' time alone; what a call takes besides is in the host."""
     call, rate = 500e-6, 3e9
 
