@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,7 @@ def launch(
         rank = own_rank()
         local = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
         try:
-            with _group(rank, ranks, local, device, timeout_s, None):
+            with _group((rank, ranks, local, device, timeout_s)):
                 return fn(*args)
         except (ValueError, NotImplementedError):
             raise
@@ -159,7 +160,8 @@ def launch(
     try:
         for rank in range(ranks):
             near_end, far_end = context.Pipe(duplex=False)
-            arguments = (far_end, rank, ranks, store.port, device, timeout_s, fn, args)
+            place = rank, ranks, rank, device, timeout_s
+            arguments = far_end, store.port, place, partial(fn, *args)
             name = f"ficco rank {rank}"
             process = context.Process(target=_rank, args=arguments, name=name, daemon=True)
             process.start()
@@ -268,16 +270,11 @@ def _end(processes: list[BaseProcess]) -> None:
             process.join(max(deadline - time.monotonic(), 0))
 
 
-def _rank(
-    pipe: Connection,
-    rank: int,
-    world: int,
-    port: int,
-    device: str,
-    timeout_s: float,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+#: Of a rank: its number, the world, the number and kind of its device, and its timeout.
+Place = tuple[int, int, int, str, float]
+
+
+def _rank(pipe: Connection, port: int, place: Place, call: Callable[[], Any]) -> None:
     """The main function of a started process."""
     import torch.distributed as dist
 
@@ -285,12 +282,12 @@ def _rank(
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends its ranks
     try:
-        if device == "cpu":
+        if place[3] == "cpu":
             # All ranks are on this machine, even if its host name resolves elsewhere.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.TCPStore("127.0.0.1", port, None, False)
-        with _group(rank, world, rank, device, timeout_s, store):
-            result = fn(*args)
+        with _group(place, store):
+            result = call()
         _send(pipe, "result", result)
     except Exception as error:
         _send(pipe, "failure", (type(error).__name__, str(error), traceback.format_exc()))
@@ -325,10 +322,9 @@ def _terminate(*_: Any) -> None:
 
 
 @contextlib.contextmanager
-def _group(
-    rank: int, world: int, local: int, device: str, timeout_s: float, store: dist.Store | None
-) -> Iterator[None]:
+def _group(place: Place, store: dist.Store | None = None) -> Iterator[None]:
     """Sets up the default process group, the rank's device and its share of the cores."""
+    rank, world, local, device, timeout_s = place
     import torch
     import torch.distributed as dist
 

@@ -381,31 +381,6 @@ def show_meanings(names: Iterable[str]) -> None:
     print(legend(meanings, shutil.get_terminal_size((120, 24)).columns))
 
 
-class Forecast:
-    """Remaining time of a run: the planned seconds of its remaining steps, at the pace of the
-    finished steps.
-
-    Attributes:
-        rest: planned seconds of each remaining step.
-    """
-
-    def __init__(self, planned: Mapping[str, float]) -> None:
-        self.rest = dict(planned)
-        self._planned, self._taken = 0.0, 0.0
-
-    def over(self, step: str, seconds: float | None) -> None:
-        """Finish a step. ``seconds`` is None if its time says nothing about the other steps."""
-        planned = self.rest.pop(step)
-        if seconds is not None:
-            self._planned, self._taken = self._planned + planned, self._taken + seconds
-
-    @property
-    def left(self) -> float:
-        """Expected seconds of the remaining steps."""
-        pace = self._taken / self._planned if self._planned else 1.0
-        return pace * sum(self.rest.values())
-
-
 @contextmanager
 def bar(
     console: Console, title: str, total: float, done: float = 0.0

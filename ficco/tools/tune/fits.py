@@ -100,12 +100,7 @@ class CopyFit:
     latency: float
     gap: float
     curve: tuple[tuple[float, float], ...]
-    error: float = 0.0
-
-    def seconds(self, nbytes: float, count: int) -> float:
-        """Seconds of copies in a row, for a size of the curve."""
-        rate = dict(self.curve)[nbytes]
-        return self.latency + count * nbytes / rate + (count - 1) * self.gap
+    error: float
 
 
 def messages(times: Sequence[CopyTime]) -> tuple[float, float]:
@@ -138,10 +133,8 @@ def copies(times: Sequence[CopyTime]) -> CopyFit:
     sizes = sorted({one.nbytes for one in times})
     rows = {size: {one.count for one in times if one.nbytes == size} for size in sizes}
     if len(sizes) < 2 or max(map(len, rows.values())) < 2:
-        raise ValueError(
-            f"copies: required two sizes and rows of two lengths, got sizes {sizes} and rows "
-            f"{sorted(set().union(*rows.values()))}"
-        )
+        got = f"sizes {sizes} and rows {sorted(set().union(*rows.values()))}"
+        raise ValueError(f"copies: required two sizes and rows of two lengths, got {got}")
     # Unknowns: the time that a copy of each size adds to a row, and the rest, latency - gap.
     matrix = np.zeros((len(times), len(sizes) + 1))
     for i, one in enumerate(times):
@@ -157,9 +150,12 @@ def copies(times: Sequence[CopyTime]) -> CopyFit:
     # Noise in small copies, whose time is nearly all gap, would make them the fastest.
     for i in reversed(range(len(rates) - 1)):
         rates[i] = min(rates[i], max(rates[i + 1 :]))
-    fit = CopyFit(max(rest + gap, 0.0), gap, tuple(zip(sizes, rates, strict=True)))
-    errors = [abs(fit.seconds(one.nbytes, one.count) / one.seconds - 1) for one in times]
-    return replace(fit, error=max(errors))
+    latency, curve = max(rest + gap, 0.0), dict(zip(sizes, rates, strict=True))
+    errors = []
+    for one in times:
+        row = one.count * one.nbytes / curve[one.nbytes] + (one.count - 1) * gap
+        errors.append(abs((latency + row) / one.seconds - 1))
+    return CopyFit(latency, gap, tuple(curve.items()), max(errors))
 
 
 def in_front(seconds: Mapping[float, float], rate: Callable[[float], float]) -> float:
@@ -324,11 +320,8 @@ def steadied(times: Mapping[str, Any], references: Sequence[str]) -> dict[str, f
     median of the references' times in its round, relative to the median over all rounds."""
     by_round = np.median([times[name] for name in references], axis=0)
     pace = by_round / np.median(by_round)
-    return {
-        name: float(np.median(series / pace))
-        for name, series in times.items()
-        if name not in references
-    }
+    others = times.keys() - {*references}
+    return {name: float(np.median(times[name] / pace)) for name in times if name in others}
 
 
 # Products.
@@ -434,14 +427,14 @@ def fit(
     names += ["prologue", "step", "write", "join"] if waves else []
 
     def gemm_of(x: Any) -> Gemm:
+        factors = np.exp(x).tolist()
         values: dict[str, Any] = {
-            name: float(getattr(guess, name) * np.exp(x[i])) for i, name in enumerate(names)
+            name: getattr(guess, name) * factor
+            for name, factor in zip(names, factors, strict=False)
         }
         values["efficiency"] = min(values["efficiency"], 1.0)
-        shares = [
-            (size, float(share * np.exp(x[len(names) + i])))
-            for i, (size, share) in enumerate(guess.shares[1:])
-        ]
+        others = zip(guess.shares[1:], factors[len(names) :], strict=True)
+        shares = [(size, share * factor) for (size, share), factor in others]
         return replace(guess, **values, shares=(guess.shares[0], *shares))
 
     def loss(x: Any) -> float:
@@ -455,12 +448,8 @@ def fit(
     scale = dict(fitted.shares)[sizes[0]] / interpolate(known.shares, sizes[0])
     shares = {size: min(1.0, share * scale) for size, share in known.shares if size > sizes[0]}
     shares |= dict(fitted.shares)
-    return replace(
-        fitted,
-        shares=tuple(sorted(shares.items())),
-        burst=known.burst,
-        sustained=known.sustained,
-    )
+    limit = {"burst": known.burst, "sustained": known.sustained}
+    return replace(fitted, shares=tuple(sorted(shares.items())), **limit)
 
 
 _UNIT = Gemm(1.0, 1, 0.0, 1.0, 0.0, 1.0, Provenance("assumed"))

@@ -35,13 +35,9 @@ from ficco.heuristics.model import lacking
 from ficco.machine import (
     COLLECTIVES,
     SCALED_PRODUCTS,
-    AttentionCalls,
-    Collective,
-    Copies,
     Fingerprint,
     Gemm,
     Machine,
-    Memory,
     Provenance,
     dumps,
     known,
@@ -55,7 +51,7 @@ from ficco.problems.products import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
 from ficco.tools import doctor
-from ficco.tools.bench.frames import Forecast, bar, commit
+from ficco.tools.bench.frames import bar, commit
 from ficco.tools.bench.measure import Stopwatch
 from ficco.tools.launch import local_device
 from ficco.tools.tune import calls, communication, fits, products
@@ -276,7 +272,8 @@ class _TuningRun:
         machine, journal = begun
         outcome, settings = Outcome(machine, earlier=journal.done), self.settings
         todo = {n: settings.seconds(n) for n in settings.steps if n not in journal.done}
-        forecast, steps, whole = Forecast(todo), len(todo), sum(todo.values())
+        steps, rest, whole = len(todo), dict(todo), sum(todo.values())
+        planned = taken = 0.0  # seconds of the steps that were measured
         if journal.done:
             self._say(f"continues an interrupted run; done: {', '.join(journal.done)}")
         self._say(
@@ -287,7 +284,7 @@ class _TuningRun:
         for number, (name, own) in enumerate(todo.items(), 1):
             title, began = f"[{number}/{steps}] {name}", time.monotonic()
             site = Site(watch, settings.effort, machine, self._source)
-            past = whole - sum(forecast.rest.values())
+            past = whole - sum(rest.values())
             with bar(self.console, title, whole, past) as show:
 
                 def tick(action: str, past=past, own=own, began=began, show=show) -> None:
@@ -297,7 +294,7 @@ class _TuningRun:
                 measured, why = watch.together(partial(self._measure, name, site), named=True)
             watch, closing = self._after(watch, bool(why))
             spent = time.monotonic() - began
-            forecast.over(name, None if why or closing else spent)
+            del rest[name]
             if why := why or closing:
                 outcome.failures[name] = why
                 self._say(f"{title}: failed after {spent:.1f} s: {why}")
@@ -311,7 +308,9 @@ class _TuningRun:
             outcome.machine = machine
             outcome.done.append(name)
             outcome.skipped |= {name: skipped} if skipped else {}
-            left = f"about {forecast.left:.0f} s left" if forecast.rest else "done"
+            planned, taken = planned + own, taken + spent
+            seconds = sum(rest.values()) * taken / planned if planned else sum(rest.values())
+            left = f"about {seconds:.0f} s left" if rest else "done"
             self._say(f"{title}: {f'skipped: {skipped}' if skipped else f'{spent:.1f} s'}; {left}")
             self._show(name, before, machine)
         if self.rank == 0 and outcome.done and self.hosts.count == 1:
@@ -485,7 +484,7 @@ def _scaled(site: Site, block: str, model: Gemm) -> Iterator[Point]:
         yield from _products(scaled, block, model, _plain(scaled))
 
 
-def _attention(site: Site, block: str, model: AttentionCalls) -> Iterator[Point]:
+def _attention(site: Site, block: str, model: Any) -> Iterator[Point]:
     if (gemm := site.machine.gemm) is None:
         return
     chosen = site.effort.attends[2::4]
@@ -496,7 +495,7 @@ def _attention(site: Site, block: str, model: AttentionCalls) -> Iterator[Point]
         yield Point(block, attended, stored, seconds)
 
 
-def _copies(site: Site, block: str, model: Copies) -> Iterator[Point]:
+def _copies(site: Site, block: str, model: Any) -> Iterator[Point]:
     sizes = site.effort.sizes
     if site.crowded:  # the block has the bytes' time alone; the rest is in the block host
         curve = fits.copies(communication.copy_times(site, sizes, site.effort.pieces)).curve
@@ -510,12 +509,12 @@ def _copies(site: Site, block: str, model: Copies) -> Iterator[Point]:
         yield Point(block, copies, model.latency + row, one.seconds)
 
 
-def _collective(site: Site, block: str, model: Collective) -> Iterator[Point]:
+def _collective(site: Site, block: str, model: Any) -> Iterator[Point]:
     for nbytes, seconds in communication.collective(site, block).curve[1::2]:
         yield Point(block, f"{nbytes / 1024:.0f} KiB a rank", model.seconds(nbytes), seconds)
 
 
-def _memory(site: Site, block: str, model: Memory) -> Iterator[Point]:
+def _memory(site: Site, block: str, model: Any) -> Iterator[Point]:
     now, size = products.memory(site), 2 * site.effort.moves[-1]
     stored = model.latency + size / model.bandwidth
     yield Point(block, f"{size >> 20} MiB", stored, now.latency + size / now.bandwidth)
