@@ -116,15 +116,14 @@ def _doctor_in_process(command: list[str], **options: Any) -> Any:
     return SimpleNamespace(stdout=printed.getvalue())
 
 
-def test_it_passes_here(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_it_passes_here(tmp_path: Path, monkeypatch: Any, ran: Any) -> None:
     monkeypatch.setattr(selftest.run, "CHECKS", halved(0))
     monkeypatch.setattr(SelftestSettings, "of", lambda device: FAST)
     monkeypatch.setenv("GPU_MAX_HW_QUEUES", "4")
     monkeypatch.chdir(tmp_path)
     processes = SimpleNamespace(run=_doctor_in_process, SubprocessError=subprocess.SubprocessError)
     monkeypatch.setattr(selftest.run, "subprocess", processes)
-    assert cli.run(["doctor", "--selftest", "--device", "cpu", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ran("doctor --selftest --device cpu --json").out)
     assert found["ranks"] == 2 and found["failed"] == 0
     verdicts = {result["check"]: result["verdict"] for result in found["results"]}
     assert list(verdicts) == [check.name for check in selftest.run.CHECKS]
@@ -272,19 +271,17 @@ def test_a_rank_that_fails(how: str, monkeypatch: Any) -> None:
 
 
 def test_the_command_tells_of_ranks_that_do_not_start(
-    monkeypatch: Any, tmp_path: Path, capsys: Any
+    monkeypatch: Any, tmp_path: Path, ran: Any
 ) -> None:
     found = results(monkeypatch, os.abort, ["memory", "timeouts"])
     untried = {name for name, result in found.items() if result.verdict == "not tried"}
     assert failed(found) == {"start of ranks"} and untried == {"memory of peers", "timeouts"}
     assert "SIGABRT" in found["start of ranks"].seen
-    capsys.readouterr()
     monkeypatch.setattr(selftest.run, "about", dict)
     monkeypatch.setattr(SelftestSettings, "of", lambda device: FAST)
     out = tmp_path / "report.md"
-    arguments = ["doctor", "--selftest", "--device", "cpu", "--ranks", "2", "--report", str(out)]
-    assert cli.run(arguments) == 1
-    printed = " ".join(capsys.readouterr().out.split())
+    said = ran("doctor --selftest --device cpu --ranks 2 --report", out, code=1).out
+    printed = " ".join(said.split())
     assert "memory of peers" in printed and "1 failed, 2 not tried" in printed
     assert "report.md and" in printed and "## start of ranks: failed" in out.read_text()
 
@@ -470,11 +467,10 @@ def test_compiled_kernels_that_are_broken(
     assert len(found.splitlines()) == len(said) + sum(said.values()), found
 
 
-def test_ranks_of_torchrun_are_refused(monkeypatch: Any, capsys: Any) -> None:
+def test_ranks_of_torchrun_are_refused(monkeypatch: Any, ran: Any) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
-    assert cli.run(["doctor", "--selftest", "--device", "cpu"]) == 2
-    assert "without torchrun" in capsys.readouterr().err
+    assert "without torchrun" in ran("doctor --selftest --device cpu", code=2).err
 
 
 # The HIP engine on a double of its library.
@@ -780,7 +776,7 @@ def test_a_doctor_that_hangs(monkeypatch: Any) -> None:
 
 
 def test_a_report_is_read_back_and_limits_copies(
-    tmp_path: Path, monkeypatch: Any, capsys: Any
+    tmp_path: Path, monkeypatch: Any, ran: Any
 ) -> None:
     breaks = partial(_breaks_copies, "short")
     only = ["device", "copies of every", "figures", "sharing of", "attribute"]
@@ -788,9 +784,7 @@ def test_a_report_is_read_back_and_limits_copies(
     limited(found, report, "1 of 262145 words of rank")
     path = tmp_path / "mi300x.json"
     path.write_text(json.dumps(report))
-    capsys.readouterr()
-    assert cli.run(["doctor", "--read", str(path.with_suffix(".md"))]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ran("doctor --read", path.with_suffix(".md")).out.splitlines()
     verdicts = {line.split(" | ")[0][2:]: line.split(" | ")[1] for line in lines[2:]}
     assert list(verdicts) == [*probe.CLAIMS["hip"]]
     assert verdicts["processes can share signal memory"] == "proven"
@@ -913,7 +907,7 @@ def test_hosts_that_cannot_run(
     said: str,
     tmp_path: Path,
     monkeypatch: Any,
-    capsys: Any,
+    ran: Any,
 ) -> None:
     for name in there:
         (tmp_path / name).touch()
@@ -929,8 +923,7 @@ def test_hosts_that_cannot_run(
         return
     monkeypatch.setattr(selftest.run, "about", lambda: {"obstacle": obstacle})
     monkeypatch.chdir(tmp_path)
-    assert cli.run(["doctor", "--selftest"]) == 2  # before a rank is started
-    assert said in capsys.readouterr().err
+    assert said in ran("doctor --selftest", code=2).err  # before a rank is started
     if "hip" not in builds:
         monkeypatch.setattr(doctor.gpu, "is_available", lambda: True)  # of NVIDIA, beside AMD's
         assert doctor.obstacle() == ""

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 import ficco
-import ficco.tools.cli
 from ficco.dma.cpu import CpuEngine
 from ficco.errors import ConfigError
 from ficco.heuristics import decide, problem_of_sizes
@@ -29,6 +28,7 @@ from ficco.machine import SCALED_PRODUCTS, Machine, Provenance, configs, files, 
 from ficco.ops import problem_log
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plan
+from ficco.tools import cli
 from ficco.tools.bench import measure
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.measure import Runner
@@ -284,11 +284,7 @@ def machine_file(path: Path, **changes: Any) -> Machine:
     return made
 
 
-def cli(*arguments: object) -> int:
-    return ficco.tools.cli.run([str(argument) for argument in arguments])
-
-
-def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, capsys: Any) -> None:
+def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, ran: Any) -> None:
     four, half = tmp_path / "four.yaml", tmp_path / "half.yaml"
     machine_file(four, ranks=4)
     whole = four.read_bytes()
@@ -299,8 +295,7 @@ def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, capsys
         (half, "--quick", "--fresh keeps this file as half.yaml.damaged"),
         (tmp_path / "none.yaml", "--check", "required a machine's file, got none at"),
     ):
-        assert cli("tune", "--ranks", 2, "--device", "cpu", "--out", path, option) == 2
-        assert said in capsys.readouterr().err
+        assert said in ran("tune --ranks 2 --device cpu --out", path, option, code=2).err
     assert (four.read_bytes(), half.read_bytes()) == (whole, whole[:300])
     found = opened(half, HERE, fresh=True)
     assert (found.name, found.ranks) == ("half", 2)
@@ -308,7 +303,7 @@ def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, capsys
 
 
 def test_a_new_file_begins_with_what_ships_and_other_things_are_left_alone(
-    tmp_path: Path, capsys: Any, monkeypatch: Any
+    tmp_path: Path, ran: Any, monkeypatch: Any
 ) -> None:
     for named in ("h200-4", "nothing"):  # whatever the environment names
         monkeypatch.setenv("FICCO_MACHINE", named)
@@ -316,11 +311,11 @@ def test_a_new_file_begins_with_what_ships_and_other_things_are_left_alone(
         assert (found.name, found.gemm) == ("mine", load(configs() / "h200-2.yaml").gemm)
     folder = tmp_path / "mine"
     (folder / "inside").mkdir(parents=True)
-    base = ("tune", "--ranks", 2, "--device", "cpu", "--quick", "--out")
+    base = "tune --ranks 2 --device cpu --quick --out"
     for path, what in ((folder, "a folder"), (Path("/dev/null"), "something else")):
         for more in ((), ("--fresh",)):
-            assert cli(*base, path, *more) == 2
-            assert f"{path}: file: required a file, got {what}" in capsys.readouterr().err
+            said = ran(base, path, *more, code=2).err
+            assert f"{path}: file: required a file, got {what}" in said
     assert sorted(tmp_path.rglob("*")) == [folder, folder / "inside"]
 
 
@@ -560,13 +555,13 @@ def test_gpus_are_measured(tmp_path: Path) -> None:
 
 def test_on_the_command_line_a_falsified_file_does_not_hold(tmp_path: Path, capfd: Any) -> None:
     path = tmp_path / "new" / "m.yaml"
-    base = ("tune", "--ranks", 2, "--device", "cpu", "--quick", "--out", path)
-    assert cli(*base, "--only", "memory") == 0
+    base = f"tune --ranks 2 --device cpu --quick --out {path}"
+    assert cli.run(f"{base} --only memory".split()) == 0
     said = capfd.readouterr().err
     assert f"wrote {path}" in said and said.endswith(f"use it with FICCO_MACHINE={path}\n")
     found = load(path)
     save(replace(found, memory=replace(found.memory, bandwidth=1e4)), path)
-    assert cli(*base, "--check", "--tolerance", 30) == 1
+    assert cli.run(f"{base} --check --tolerance 30".split()) == 1
     said = capfd.readouterr().out
     assert "1 of 1 points are off" in said
     again = f"ficco tune --ranks 2 --device cpu --out {path} --only memory"
@@ -664,7 +659,7 @@ def test_a_run_says_once_what_each_problem_takes() -> None:
         assert ", for the gradient of a_shard of all_gather_matmul: " in second and not warned
 
 
-def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, capsys: Any) -> None:
+def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, ran: Any) -> None:
     log, path = tmp_path / "log", tmp_path / "m.yaml"
     ranks.run(2, call_and_log, str(log))
     scaled = problem_of_sizes("all_gather_matmul", 64, 32, 48, "fp8-row", 2)
@@ -684,17 +679,14 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, cap
     ]
     assert read == scaled and problem_log.read(log, 3) == []
 
-    explain = ("explain", "--from-log", log, "--machine", "h200-2")
-    assert cli(*explain) == 0
-    lines = capsys.readouterr().out.splitlines()
+    explain = f"explain --from-log {log} --machine h200-2"
+    lines = ran(explain).out.splitlines()
     assert len(lines) == 8 and lines[0].startswith("all_gather_matmul(m=8 (4 x 2 ranks), n=8, ")
     assert all(" on h200-2" in line for line in lines)
-    assert cli(*explain, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ran(f"{explain} --json").out)
     assert [line.split(": ")[1].split(" ")[0] for line in lines] == [o["schedule"] for o in found]
-    for wrong, why in ((("--m", 4), "--m: required without --from-log"), (("--world", 5), "none")):
-        assert cli(*explain, *wrong) == 2
-        assert why in capsys.readouterr().err
+    for wrong, why in (("--m 4", "--m: required without --from-log"), ("--world 5", "none")):
+        assert why in ran(f"{explain} {wrong}", code=2).err
 
     machine_file(path)
     some = (problems[4], scaled)

@@ -2,7 +2,8 @@
 frames of text as tables.
 
 A row has the figures of one measurement. A missing figure is NaN, and empty in a file. A JSON file
-next to the CSV file describes the settings and the host of a run.
+next to the CSV file describes the settings and the host of a run. Files that cannot be read, or
+that are of another kind, raise ``ConfigError``.
 """
 
 from __future__ import annotations
@@ -57,11 +58,8 @@ class Schema:
     figure: str = "ms"
 
     def frame(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-        """A frame of rows. Columns that a row does not have get their default.
-
-        Raises:
-            KeyError: a row names a column that is not in the schema.
-        """
+        """A frame of rows. Columns that a row does not have get their default; others raise
+        ``KeyError``."""
         empty = {name: KINDS[kind][1] for name, kind in self.columns.items()}
         filled = [{**empty, **row} for row in rows]
         if unknown := {name for row in filled for name in row} - empty.keys():
@@ -70,11 +68,7 @@ class Schema:
         return pd.DataFrame(filled, columns=list(empty)).astype(dtypes)
 
     def read(self, path: Path) -> pd.DataFrame:
-        """The rows of a CSV file.
-
-        Raises:
-            ConfigError: the file cannot be read, or is not of this kind.
-        """
+        """The rows of a CSV file."""
         rows = read_text(path, [name for name in self.columns if name not in self.optional])
         for name, kind in self.columns.items():
             if name in rows:
@@ -103,11 +97,7 @@ def _parsed(path: Path, cells: pd.Series, kind: type) -> pd.Series:
 
 
 def read_text(path: Path, required: Sequence[str] = ()) -> pd.DataFrame:
-    """The cells of a CSV file as text; None where a row ends early.
-
-    Raises:
-        ConfigError: the file cannot be read, is no CSV, or lacks a required column.
-    """
+    """The cells of a CSV file as text; None where a row ends early."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # rows longer than the header
@@ -258,11 +248,7 @@ SCHEMAS = (BENCH, REPLAY, LAYERS, EXPERTS, ATTENTION, LOSSES, SIMULATED)
 
 
 def schema_of(path: Path) -> Schema:
-    """The kind of a CSV file, by its header.
-
-    Raises:
-        ConfigError: the file cannot be read, or is of no kind.
-    """
+    """The kind of a CSV file, by its header."""
     columns = {*read_text(path)}
     for schema in SCHEMAS:
         if schema.columns.keys() - schema.optional.keys() <= columns <= schema.columns.keys():

@@ -1,4 +1,6 @@
-"""From measured seconds to the figures of a Machine. Numbers in, numbers out; no device."""
+"""From measured seconds to the figures of a Machine. Numbers in, numbers out; no device. All raise
+``ValueError`` for measurements that determine too little.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,6 @@ def least_squares(
 
     All unknowns are at least 0, except for the one at ``signed``. Lawson and Hanson's active-set
     method (Solving Least Squares Problems, 1974, chapter 23), for any number of columns.
-
-    Raises:
-        ValueError: a number is not finite, or a measured time is not above 0.
     """
     if not (np.isfinite(matrix).all() and np.isfinite(seconds).all() and (seconds > 0).all()):
         times = f"times from {seconds.min():g} to {seconds.max():g} s"
@@ -106,10 +105,6 @@ class CopyFit:
 def messages(times: Sequence[CopyTime]) -> tuple[float, float]:
     """Latency and bytes per second of messages, from rows of them: ``count`` messages of s bytes
     take a time of their own and ``count * (latency + s / rate)``.
-
-    Raises:
-        ValueError: fewer than two sizes, or rows of one length, or times that do not grow with the
-            bytes.
     """
     if min(len({one.nbytes for one in times}), len({one.count for one in times})) < 2:
         raise ValueError(f"messages: required two sizes and rows of two lengths, got {times}")
@@ -126,9 +121,6 @@ def copies(times: Sequence[CopyTime]) -> CopyFit:
     ``count`` copies of s bytes take ``latency + count * s / rate(s) + (count - 1) * gap``. One size
     does not tell gap from bytes' time: between the two smallest sizes the rate is taken to be
     constant, and no rate is above those of all larger sizes.
-
-    Raises:
-        ValueError: fewer than two sizes, or no size with rows of two lengths.
     """
     sizes = sorted({one.nbytes for one in times})
     rows = {size: {one.count for one in times if one.nbytes == size} for size in sizes}
@@ -175,11 +167,7 @@ class Enqueued:
 
 
 def host(times: Sequence[Enqueued]) -> dict[str, float]:
-    """Seconds of a call, and of each matmul, copy and signal that it enqueues.
-
-    Raises:
-        ValueError: fewer than four measurements.
-    """
+    """Seconds of a call, and of each matmul, copy and signal that it enqueues."""
     if len(times) < 4:
         raise ValueError(f"host: required four measurements or more, got {len(times)}")
     matrix = np.array([(o.calls, o.matmuls, o.copies, o.signals) for o in times], float)
@@ -192,9 +180,6 @@ def attention(
 ) -> tuple[float, float, float, dict[tuple[bool, int], float]]:
     """Seconds of a call, of a block of queries and, more, of a backward, and the operations per
     second of all processors of forwards and of backwards (True), by the size of heads.
-
-    Raises:
-        ValueError: larger calls of a size do not take longer.
     """
     kinds = sorted({(call.back, call.size) for call in calls})
     matrix = np.zeros((len(calls), 3 + len(kinds)))
@@ -209,11 +194,7 @@ def attention(
 
 
 def memory(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Bytes per second and latency, from (bytes read and written, seconds).
-
-    Raises:
-        ValueError: fewer than two sizes, or all take the same time.
-    """
+    """Bytes per second and latency, from (bytes read and written, seconds)."""
     if len(times) < 2:
         raise ValueError(f"memory: required two sizes or more, got {len(times)}")
     matrix = np.array([(nbytes, 1.0) for nbytes, _ in times])
@@ -280,9 +261,6 @@ def heat(times: Sequence[RowTime]) -> Heat:
     With the right pair, a product takes the same time in rows of any length. The fit takes the pair
     with the smallest differences, on a grid and then on a finer grid around the best. A device
     without a limit that shows (:data:`LEAST_HEAT`, :data:`MOST_LEFT`) gets infinite and 1.
-
-    Raises:
-        ValueError: no product with rows of three lengths, which is the least that shows a bend.
     """
     rows = {one.product: [r for r in times if r.product == one.product] for one in times}
     lengths = {name: sorted({one.count for one in of}) for name, of in rows.items()}
@@ -390,9 +368,6 @@ def fit(
             was seen where it is not known.
         known: a model of the same device, for the shares of dtypes without samples and for the
             power limit. Samples are of a device below its power limit.
-
-    Raises:
-        ValueError: there is no sample, or one of no work or no time.
     """
     if not samples:
         raise ValueError("samples: required at least one measured product, got none")
