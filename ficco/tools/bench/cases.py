@@ -195,14 +195,18 @@ def scenarios() -> list[Case]:
 
     Its all-to-alls stand for all-gathers of as many bytes, which are simulated and not measured.
     """
-    every = []
-    for case in _of_configs("scenarios.csv"):
-        if case.operator != OPERATOR:
-            label, skip = case.label.partition(",")[0], f"is of {case.operator}: set experts"
-            m = PAPER_WORLD * case.m
-            case = replace(case, m=m, operator=OPERATOR, label=label, skip=skip)
-        every.append(case)
-    return every
+    return [
+        case
+        if case.operator == OPERATOR
+        else replace(
+            case,
+            m=PAPER_WORLD * case.m,
+            operator=OPERATOR,
+            label=case.label.partition(",")[0],
+            skip=f"is of {case.operator}: set experts",
+        )
+        for case in _of_configs("scenarios.csv")
+    ]
 
 
 def experts() -> list[Case]:

@@ -58,14 +58,11 @@ def bars(
         split = {"height_ratios": heights}
         grid = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw=split)[:, 0]
         for axes, (heading, frame) in zip(grid, panels.items(), strict=True):
-            rows, height = range(len(frame)), 0.8 / frame.shape[1]
-            for number, (name, values) in enumerate(frame.items()):
-                places = [row - 0.4 + height * (number + 0.5) for row in rows]
-                colour = (BLUE, LIGHT, ORANGE, SAND)[number % 4]
-                drawn = axes.barh(places, values, height=height, color=colour, label=name)
+            colours = [BLUE, LIGHT, ORANGE, SAND][: frame.shape[1]]
+            frame.plot.barh(ax=axes, width=0.8, color=colours, legend=False, ylabel="")
+            for drawn, values in zip(axes.containers, frame.values.T, strict=True):
                 labels = ["" if value != value else f"{value:.3g}" for value in values]
                 axes.bar_label(drawn, labels, padding=2)
-            axes.set_yticks(rows, frame.index)
             axes.invert_yaxis()
             axes.margins(x=0.12)
             axes.set_title(heading, loc="left")

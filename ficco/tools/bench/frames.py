@@ -117,12 +117,14 @@ def read_text(path: Path, required: Sequence[str] = ()) -> pd.DataFrame:
 def append(path: Path, rows: pd.DataFrame) -> Path:
     """Append rows to a CSV file. A new file gets a header, and its folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
-
-    def text(value: float) -> str:
-        return f"{value:.0f}" if value.is_integer() else f"{value:.6g}"
-
-    how: Any = {"lineterminator": "\n", "float_format": text}
-    rows.to_csv(path, mode="a", header=not path.exists(), index=False, **how)
+    rows.to_csv(
+        path,
+        mode="a",
+        header=not path.exists(),
+        index=False,
+        lineterminator="\n",
+        float_format=lambda value: f"{value:.0f}" if value.is_integer() else f"{value:.6g}",
+    )
     return path
 
 

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from rich.console import Console
 from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
-from ficco.dma.engine import Span, fingerprint
+from ficco.dma.engine import fingerprint
 from ficco.errors import FiccoError
 from ficco.heuristics import decide
 from ficco.machine import Machine
@@ -232,7 +233,10 @@ class Workload:
         for one in checked:
             if one.runner is not None and one.schedule:
                 if one.schedule == "auto":
-                    one.columns["took"] = taken_by_auto(self.problem, self.watch)
+                    known = workspace_of(self.group, self.device).known(None)
+                    mode = "queued" if self.watch.on_gpu else "idle"
+                    taken = decide(self.problem, machine=known.machine, mode=mode).schedule
+                    one.columns["took"] = str(taken)
                 if self.watch.on_gpu:
                     one.columns["others"] = max(self.watch.gather(self.others(one.runner.run)))
 
@@ -274,13 +278,6 @@ def wrong_ranks(rights: Sequence[bool]) -> str:
     """Ranks whose results are wrong, in words; empty if all are right."""
     wrong = [rank for rank, right in enumerate(rights) if not right]
     return f"wrong result on ranks {wrong}" if wrong else ""
-
-
-def taken_by_auto(problem: AnyProblem, watch: Stopwatch) -> str:
-    """The schedule that ``auto`` takes."""
-    machine = workspace_of(watch.group, watch.device).known(None).machine
-    mode = "queued" if watch.on_gpu else "idle"
-    return str(decide(problem, machine=machine, mode=mode).schedule)
 
 
 #: Columns of a report: heading, column of the rows, factor and format.
@@ -546,7 +543,7 @@ def timelines_of(
     The plan is simulated at the rates that the steps of the measured call reached, so that both
     differ in what waited for what. Collective; the result is the same on every rank.
     """
-    timelines: list[Timeline] = []
+    timelines, start = list[Timeline](), attrgetter("start")
     for name, call in calls.items():
         with suppress(NotImplementedError), timing_steps() as seen:
             call()  # first use is slow
@@ -563,8 +560,11 @@ def timelines_of(
             dist.all_gather_object(everyone, bare_plan, group=group)
             plans = [plan for plan, _ in everyone]
             here = fingerprint(device, group.size()).accelerator
-            spans = [spans for _, spans in everyone]
-            real = measured(f"{name}: measured", plans, spans, f"measured on {here}")
+            ranks = [
+                [(plan.steps[one.step], one.start, one.stop) for one in sorted(spans, key=start)]
+                for plan, spans in everyone
+            ]
+            real = assemble(f"{name}: measured", plans, ranks, f"measured on {here}")
             title, source = f"{name}: planned", f"planned at the rates measured on {here}"
             machine = machine_of(plans, real)
             timelines += [simulate(plans, machine, title=title, source=source), real]
@@ -577,17 +577,6 @@ def write(timelines: Sequence[Timeline], csv: Path) -> None:
     draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0])
     trace(timelines, f"{stem}_trace.json")
     Path(f"{stem}_timelines.json").write_text(dumps(timelines))
-
-
-def measured(
-    title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]], source: str = "measured"
-) -> Timeline:
-    """The Timeline of a timed call: a Plan and its Spans for every rank."""
-    ranks = [
-        [(plan.steps[one.step], one.start, one.stop) for one in sorted(mine, key=lambda s: s.start)]
-        for plan, mine in zip(plans, spans, strict=True)
-    ]
-    return assemble(title, plans, ranks, source)
 
 
 def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:

@@ -589,17 +589,6 @@ def draw(schema: Schema, rows: pd.DataFrame, path: Path, title: str) -> list[Pat
     return drawn
 
 
-def _bars(axes: Any, names: Sequence[str], series: Iterable[tuple[str, Any, str]]) -> None:
-    """Grouped bars over shapes: of every group its label, its values and its colour."""
-    series = list(series)
-    width = 0.8 / max(len(series), 1)
-    for i, (label, values, colour) in enumerate(series):
-        left = np.arange(len(names)) - 0.4 + (i + 0.5) * width
-        axes.bar(left, values, width, label=label, color=colour)
-    axes.axhline(1, color=BLACK, linewidth=0.8)
-    axes.set_xticks(range(len(names)), names)
-
-
 def shares(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: str) -> None:
     """Share of the ideal by shape, a panel per mode."""
     by_mode = {mode: lines(rows, mode) for mode in modes_there}
@@ -614,8 +603,11 @@ def shares(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: st
     with picture(path, *size, title) as figure:
         panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
         for axes, (mode, measured, shapes) in zip(panels, shown, strict=True):
-            series = [(DRAWN[role][0], shapes[role, "share"], DRAWN[role][1]) for role in measured]
-            _bars(axes, [_shape(row) for _, row in shapes["shape"].iterrows()], series)
+            names, colours = zip(*(DRAWN[role] for role in measured), strict=True)
+            frame = shapes[[(role, "share") for role in measured]].set_axis(names, axis=1)
+            frame.index = [_shape(row) for _, row in shapes["shape"].iterrows()]
+            frame.plot.bar(ax=axes, width=0.8, rot=0, color=colours, legend=False, xlabel="")
+            axes.axhline(1, color=BLACK, linewidth=0.8)
             axes.set_xlim(-0.6, widest - 0.4)
             axes.set_ylabel(f"share of ideal, {mode}")
         _legend_below(figure, panels[0])

@@ -50,13 +50,15 @@ def simulate_problem(
     for schedule in schedules or usual:
         seconds[str(schedule)] = family.seconds(problem, schedule, machine, mode)
     where = {"world": problem.world, "hosts": problem.hosts}
-    rows = []
-    for name, taken in seconds.items():
-        over = {"speedup": min(serials), "share": bounds["ideal"]}
-        ratios = {ratio: of / taken if taken else 1.0 for ratio, of in over.items()}
-        rows.append({"candidate": name, "ms": taken * 1e3, **ratios})
     where |= {"machine": machine.name, "mode": mode}
-    return SIMULATED.frame({**shape, **where, **row} for row in rows)
+    return SIMULATED.frame(
+        {
+            **shape, **where, "candidate": name, "ms": taken * 1e3,
+            "speedup": min(serials) / taken if taken else 1.0,
+            "share": bounds["ideal"] / taken if taken else 1.0,
+        }
+        for name, taken in seconds.items()
+    )
 
 
 #: A product of each kind: copies take longer, products take longer, the host takes longest.

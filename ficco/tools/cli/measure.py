@@ -40,35 +40,54 @@ OF_PRODUCTS = ("set", "shapes", "dtype", "without")
 KINDS = ("attention", "experts", *STEPS)
 
 
+#: Help of the options whose help is long.
+HELP = {
+    "operator": f"operators of one family, each on all shapes: {', '.join(OPERATORS)}; "
+    f"{', '.join(FAMILIES['attention'])}; experts; a family's name for all of it; layers for "
+    "forward and backward of two layers of Llama 3 70B, with their weights sharded; fsdp for those "
+    f"of six blocks of Llama 3 8B under FSDP2 (default: {cases.OPERATOR}, or those of the set)",
+    "set": f"shapes of products: {', '.join(cases.SETS)}; scattering operators take them with n "
+    "and k exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and experts)",
+    "dtype": "dtypes, or kinds of float8 operands with scales, in place of the shapes' own: "
+    + ", ".join(cases.DTYPES),
+    "schedules": "ficco schedules, such as shard-overlap:tail=4 (default: a list). Of products, "
+    "the suffix @symmetric puts the shard in symmetric memory, @stages=2 leaves memory for two "
+    "steps; candidates stands for those that auto compares, candidates=3 for the three of library "
+    "products that are predicted to be fastest",
+    "mode": "modes, separated by commas: queued, idle, graph; a replay has no graph, CPU ranks "
+    "only idle (default: all that the ranks have)",
+    "without": f"baselines to leave out: {', '.join(OPTIONAL)}; the native one has been seen to "
+    "hang",
+    "products": "first measure what products take on this GPU, in about 20 s, for auto and for "
+    "what peers send",
+    "out": "folder for the pictures (default: a new one in the folder for temporary files)",
+    "tuned operator": "measure only the collectives of these operators, time --shapes for each of "
+    "them (for scattering operators with n and k exchanged), and only their problems of --from-log "
+    f"(default: all collectives; --shapes for the operator in their column op, or {GATHERS})",
+    "tuned shapes": "time all candidates for these shapes: columns name, m, n, k; optionally op",
+    "from-log": "time all candidates for the calls of a program that ran with "
+    "options(log_problems=FILE)",
+    "tolerance": "with --check: share by which a point may be off (default: 0.25; on CPUs 1)",
+    "ranks": "start so many ranks and make a call, which shows what reaches a peer; the report on "
+    "auto is then for as many (default: start none; auto for a GPU each, or 4)",
+    "selftest": "start ranks (default: a GPU each, or 2) and test the engine's assumptions",
+    "report": "report of --selftest, and its JSON next to it (default: ficco-selftest-<date>.md)",
+    "read": "print what a report proves and refutes of docs/api/amd-claims.md, and write the "
+    "machine file of its host next to it",
+}
+
+
 def _add_measured(parser: Any) -> Any:
     """Add the options that select the measured workloads; return their group."""
     measured = parser.add_argument_group("what is measured")
     add = measured.add_argument
-    text = (
-        f"operators of one family, each on all shapes: {', '.join(OPERATORS)}; "
-        f"{', '.join(FAMILIES['attention'])}; experts; a family's name for all of it; layers for "
-        "forward and backward of two layers of Llama 3 70B, with their weights sharded; fsdp for "
-        "those of six blocks of Llama 3 8B under FSDP2 (default: "
-        f"{cases.OPERATOR}, or those of the set)"
-    )
-    add("--operator", **NAMES, choices=cli.OPERATOR_NAMES, help=text)
-    text = f"shapes of products: {', '.join(cases.SETS)}; scattering operators take them with n "
-    text += "and k exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and "
-    add("--set", **NAMES, choices=list(cases.SETS), help=f"{text}experts)")
+    add("--operator", **NAMES, choices=cli.OPERATOR_NAMES, help=HELP["operator"])
+    add("--set", **NAMES, choices=list(cases.SETS), help=HELP["set"])
     add("--shapes", **CSV, help="shapes of products: columns name, m, n, k; optionally op")
-    text = "dtypes, or kinds of float8 operands with scales, in place of the shapes' own: "
-    text += ", ".join(cases.DTYPES)
-    add("--dtype", **NAMES, choices=cases.DTYPES, help=text)
+    add("--dtype", **NAMES, choices=cases.DTYPES, help=HELP["dtype"])
     add("--only", **NAMES, help="only the shapes with these names")
-    text = (
-        "ficco schedules, such as shard-overlap:tail=4 (default: a list). Of products, the "
-        "suffix @symmetric puts the shard in symmetric memory, @stages=2 leaves memory for two "
-        "steps; candidates stands for those that auto compares, candidates=3 for the three of "
-        "library products that are predicted to be fastest"
-    )
-    add("--schedules", **NAMES, help=text)
-    text = "modes, separated by commas: queued, idle, graph; a replay has no graph, CPU ranks "
-    add("--mode", help=f"{text}only idle (default: all that the ranks have)")
+    add("--schedules", **NAMES, help=HELP["schedules"])
+    add("--mode", help=HELP["mode"])
     return measured
 
 
@@ -83,8 +102,7 @@ def _add_output(parser: Any) -> Any:
 
 def add_bench(parser: Any) -> None:
     add = _add_measured(parser).add_argument
-    text = f"baselines to leave out: {', '.join(OPTIONAL)}; the native one has been seen to hang"
-    add("--without", **NAMES, choices=OPTIONAL, default=[], help=text)
+    add("--without", **NAMES, choices=OPTIONAL, default=[], help=HELP["without"])
     cli.add_ranks(parser)
     cli.add_fields(_add_output(parser), BenchSettings, "timelines")
 
@@ -133,8 +151,7 @@ def add_replay(parser: Any) -> None:
     _add_measured(parser)
     parser.add_argument("--world", **NUMBER, required=True, help="ranks of the group")
     cli.add_fields(parser, Replayed, "rank", "machine")
-    text = "first measure what products take on this GPU, in about 20 s, for auto and for what "
-    parser.add_argument("--products", **FLAG, help=f"{text}peers send")
+    parser.add_argument("--products", **FLAG, help=HELP["products"])
     _add_output(parser)
 
 
@@ -347,8 +364,7 @@ DEMO_S = 300.0
 
 def add_demo(parser: Any) -> None:
     cli.add_ranks(parser, "ranks to start (default: 4, or a GPU each)")
-    text = "folder for the pictures (default: a new one in the folder for temporary files)"
-    parser.add_argument("--out", type=Path, help=text)
+    parser.add_argument("--out", type=Path, help=HELP["out"])
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
@@ -379,19 +395,11 @@ def add_tune(parser: Any) -> None:
     measured = parser.add_argument_group("what is measured")
     cli.add_fields(measured, TuneSettings, "quick", "only")
     add = measured.add_argument
-    text = (
-        "measure only the collectives of these operators, time --shapes for each of them "
-        "(for scattering operators with n and k exchanged), and only their problems of --from-log "
-        f"(default: all collectives; --shapes for the operator in their column op, or {GATHERS})"
-    )
-    add("--operator", **NAMES, choices=OPERATORS, help=text)
-    text = "time all candidates for these shapes: columns name, m, n, k; optionally op"
-    add("--shapes", **CSV, help=text)
-    text = "time all candidates for the calls of a program that ran with options(log_problems=FILE)"
-    add("--from-log", **FILE, help=text)
+    add("--operator", **NAMES, choices=OPERATORS, help=HELP["tuned operator"])
+    add("--shapes", **CSV, help=HELP["tuned shapes"])
+    add("--from-log", **FILE, help=HELP["from-log"])
     add("--check", **FLAG, help="compare a few points with the file; change nothing")
-    text = "with --check: share by which a point may be off (default: 0.25; on CPUs 1)"
-    add("--tolerance", type=float, help=text)
+    add("--tolerance", type=float, help=HELP["tolerance"])
     how = parser.add_argument_group("how")
     cli.add_ranks(how)
     cli.add_fields(how, TuneSettings, "fresh")
@@ -524,18 +532,10 @@ DOCTOR_S = 120.0
 def add_doctor(parser: Any) -> None:
     add = parser.add_argument
     add("--json", **FLAG, help="print JSON")
-    text = (
-        "start so many ranks and make a call, which shows what reaches a peer; the report on auto "
-    )
-    cli.add_ranks(
-        parser, text + "is then for as many (default: start none; auto for a GPU each, or 4)"
-    )
-    text = "start ranks (default: a GPU each, or 2) and test the engine's assumptions"
-    add("--selftest", **FLAG, help=text)
-    text = "report of --selftest, and its JSON next to it (default: ficco-selftest-<date>.md)"
-    add("--report", **FILE, help=text)
-    text = "print what a report proves and refutes of docs/api/amd-claims.md, and write the "
-    add("--read", **FILE, help=f"{text}machine file of its host next to it")
+    cli.add_ranks(parser, HELP["ranks"])
+    add("--selftest", **FLAG, help=HELP["selftest"])
+    add("--report", **FILE, help=HELP["report"])
+    add("--read", **FILE, help=HELP["read"])
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:

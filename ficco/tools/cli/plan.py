@@ -256,27 +256,32 @@ def _plan_text(plan: Any, decision: Any) -> str:
 
 
 def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
-    buffers = [
-        _fields(one, "name holds dtype")
-        | {"shape": plan.shape(one.name)}
-        | _fields(one, "memory layout")
-        for one in plan.buffers
-    ]
-    steps = []
-    for step in plan.steps:
-        one = _fields(step, "op lane label after")
-        one |= {key: [signal.name for signal in getattr(step, key)] for key in ("waits", "posts")}
-        for key in ("gates", "announces"):
-            signals = getattr(step, key)
-            one[key] = [{"signal": of.name, "rows": (of.first, of.last)} for of in signals]
-        steps.append(one | {"work": _plain(step.work)})
     return {
         "problem": asdict(plan.problem),
         **_fields(plan, "schedule rank lanes words"),
         **_fields(decision, "source reason"),
-        "buffers": buffers,
+        "buffers": [
+            {
+                **_fields(one, "name holds dtype"),
+                "shape": plan.shape(one.name),
+                **_fields(one, "memory layout"),
+            }
+            for one in plan.buffers
+        ],
         **_fields(plan, "stages extra_bytes"),
-        "steps": steps,
+        "steps": [
+            {
+                **_fields(step, "op lane label after"),
+                "waits": [signal.name for signal in step.waits],
+                "posts": [signal.name for signal in step.posts],
+                **{
+                    key: [{"signal": one.name, "rows": (one.first, one.last)} for one in signals]
+                    for key, signals in _fields(step, "gates announces").items()
+                },
+                "work": _plain(step.work),
+            }
+            for step in plan.steps
+        ],
     }
 
 

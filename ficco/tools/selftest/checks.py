@@ -361,8 +361,9 @@ def _moved(at: Rank, group: ProcessGroup, schedule: str, shard: torch.Tensor) ->
     for turn in (1, 2):
         seeds = [2 * (turn * at.world + rank) + 1 for rank in range(at.world)]
         shard.view(torch.int32).copy_(count * 40503 + seeds[at.rank])
-        how: Any = {"group": group, "schedule": schedule, "return_gathered": True}
-        _, gathered = ficco.all_gather_matmul(shard, b, **how)
+        _, gathered = ficco.all_gather_matmul(
+            shard, b, group=group, schedule=schedule, return_gathered=True
+        )
         ficco.synchronize(group)
         parts = gathered.view(torch.int32).view(at.world, *shard.shape)
         for rank, part in enumerate(parts):

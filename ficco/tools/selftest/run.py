@@ -105,70 +105,90 @@ def _figures(at: Rank, group: ProcessGroup) -> Passed:
     return Passed(f"{len(outcome.done)} steps of ficco tune --quick: {', '.join(outcome.done)}")
 
 
-def _of_every_engine() -> Iterator[Check]:
-    yield Check("device and engine", checks.device, COLLECTIVE)
-    yield Check("memory of peers", checks.memory, COLLECTIVE)
-    run = partial(checks.signals, way="auto")
-    yield Check("signals, first way", run, "options(signals='copy')")
-    for way in ("write", "copy"):
-        yield Check(f"signals by {way}", partial(checks.signals, way=way), "the first way")
-    instead = "options(signals='copy'); options(replay=False) if only that is right"
-    yield Check("order of copy and signal", checks.ordering, instead, limits=2)
-    instead = (
-        "schedules whose names end in 1d, which copy whole rows, if you ask for them; without 2D "
-    )
-    instead += "copies the engine packs columns, or copies them by ficco's kernel or row by row"
-    yield Check("2D copies", checks.columns, instead)
-    instead = "another schedule=; 'auto' does not know that it fails"
-    for name in NAMED:
-        serves = not refusal(Problem(GATHER, (1, 1), 1, 1, "float32"), NAMED[name])
-        if serves and name != "tiled":  # which does not take all sizes
-            yield Check(f"schedule {name}", partial(checks.schedule, name=name), instead)
-    instead = "another schedule= than tiled; 'auto' takes it only where it was measured"
-    yield Check("product whose tiles wait", checks.tiles, instead)
-    yield Check("schedule serial:collective", checks.collective, "schedule='serial'")
-    instead = "PyTorch's own collective and product"
-    for name in OPERATORS:
-        if name != GATHER:
-            run = partial(checks.operator, operator=name)
-            yield Check(f"operator {name}", run, instead, limits=2)
-    by_engine = "the mover dma: leave the knob kernel out"
-    yield Check("copies by kernel", checks.mover, by_engine)
-    instead = "PyTorch's operations, and signals by stream writes and waits"
-    yield Check("kernels", kernels.own, instead)
-    yield Check("graphs", checks.graph, "calls outside of graphs")
-    instead = (
-        "nothing: plans take all pairs to be alike; look at the links that ficco doctor lists, or "
-    )
-    instead += "leave a rank of the slow pair out"
-    yield Check("bandwidth of pairs", checks.bandwidth_of_pairs, instead, limits=2)
-    instead = "schedules with fewer copy lanes (copy=), in case that lanes run one after the other"
-    yield Check("bandwidth of all pairs", checks.bandwidth_of_all, instead, limits=3)
-    instead = "copies by compute units, which slow products down"
-    yield Check("products beside copies", checks.overlap, instead)
-    instead = "shorter copies, by schedules of more pieces (pieces=)"
-    yield Check("copies of every size", checks.sizes, instead, limits=2)
-    run = partial(checks.sizes, schedules=checks.HALVES, cols=1024)
-    instead = "schedules whose names end in 1d, or of more pieces (pieces=)"
-    yield Check("2D copies of every size", run, instead, limits=2)
-    run = partial(checks.sizes, schedules=checks.BY_KERNEL)
-    yield Check("kernel copies of every size", run, by_engine, limits=2)
-    instead = "the figures of a machine file that is here already, if any; run ficco tune"
-    yield Check("figures of the machine", _figures, instead, exclusive=True, limits=6)
-    instead = "a limit of your own for each call"
-    yield Check("timeouts", checks.timeout, instead, exclusive=True)
+#: What is used instead if a check fails, by its name or by the first word of its name.
+INSTEAD = {
+    "device and engine": COLLECTIVE,
+    "memory of peers": COLLECTIVE,
+    "signals, first way": "options(signals='copy')",
+    "signals": "the first way",
+    "order of copy and signal": "options(signals='copy'); options(replay=False) if only that is "
+    "right",
+    "2D copies": "schedules whose names end in 1d, which copy whole rows, if you ask for them; "
+    "without 2D copies the engine packs columns, or copies them by ficco's kernel or row by row",
+    "schedule": "another schedule=; 'auto' does not know that it fails",
+    "product whose tiles wait": "another schedule= than tiled; 'auto' takes it only where it was "
+    "measured",
+    "schedule serial:collective": "schedule='serial'",
+    "operator": "PyTorch's own collective and product",
+    "copies by kernel": "the mover dma: leave the knob kernel out",
+    "kernels": "PyTorch's operations, and signals by stream writes and waits",
+    "graphs": "calls outside of graphs",
+    "bandwidth of pairs": "nothing: plans take all pairs to be alike; look at the links that ficco "
+    "doctor lists, or leave a rank of the slow pair out",
+    "bandwidth of all pairs": "schedules with fewer copy lanes (copy=), in case that lanes run one "
+    "after the other",
+    "products beside copies": "copies by compute units, which slow products down",
+    "copies of every size": "shorter copies, by schedules of more pieces (pieces=)",
+    "2D copies of every size": "schedules whose names end in 1d, or of more pieces (pieces=)",
+    "kernel copies of every size": "the mover dma: leave the knob kernel out",
+    "figures of the machine": "the figures of a machine file that is here already, if any; run "
+    "ficco tune",
+    "timeouts": "a limit of your own for each call",
+    "batches of copies": "copies one by one: leave batched_copies out of the machine file",
+    "time": "nothing: ficco bench times it by more schedules",
+}
+
+
+def _check(
+    name: str, run: Callable[..., Passed], /, limits: int = 1, exclusive: bool = False, **how: Any
+) -> Check:
+    instead = INSTEAD.get(name) or INSTEAD[name.split()[0]]
+    return Check(name, partial(run, **how), instead, exclusive, limits)
 
 
 #: Checks of every engine, in their order.
-CHECKS = tuple(_of_every_engine())
+CHECKS = (
+    _check("device and engine", checks.device),
+    _check("memory of peers", checks.memory),
+    _check("signals, first way", checks.signals, way="auto"),
+    _check("signals by write", checks.signals, way="write"),
+    _check("signals by copy", checks.signals, way="copy"),
+    _check("order of copy and signal", checks.ordering, limits=2),
+    _check("2D copies", checks.columns),
+    *(
+        _check(f"schedule {name}", checks.schedule, name=name)
+        for name in NAMED
+        if name != "tiled"  # it does not take all sizes
+        and not refusal(Problem(GATHER, (1, 1), 1, 1, "float32"), NAMED[name])
+    ),
+    _check("product whose tiles wait", checks.tiles),
+    _check("schedule serial:collective", checks.collective),
+    *(
+        _check(f"operator {name}", checks.operator, limits=2, operator=name)
+        for name in OPERATORS
+        if name != GATHER
+    ),
+    _check("copies by kernel", checks.mover),
+    _check("kernels", kernels.own),
+    _check("graphs", checks.graph),
+    _check("bandwidth of pairs", checks.bandwidth_of_pairs, limits=2),
+    _check("bandwidth of all pairs", checks.bandwidth_of_all, limits=3),
+    _check("products beside copies", checks.overlap),
+    _check("copies of every size", checks.sizes, limits=2),
+    _check("2D copies of every size", checks.sizes, limits=2, schedules=checks.HALVES, cols=1024),
+    _check("kernel copies of every size", checks.sizes, limits=2, schedules=checks.BY_KERNEL),
+    _check("figures of the machine", _figures, limits=6, exclusive=True),
+    _check("timeouts", checks.timeout, exclusive=True),
+)
 
 
 def _of_engine(engine: str) -> Iterator[Check]:
     """Checks of an engine: attributes of the device, kinds of memory, and values of its choices."""
     knob, choices = variable(engine), ENGINE_WAYS[engine]
     for name, instead in probe.ATTRIBUTES.get(engine, {}).items():
-        run = partial(checks.attribute, engine=engine, name=name)
-        yield Check(f"attribute {name}", run, instead)
+        yield Check(
+            f"attribute {name}", partial(checks.attribute, engine=engine, name=name), instead
+        )
     for kind, instead in probe.SHARED.get(engine, {}).items():
         yield Check(f"sharing of {kind} memory", partial(checks.sharing, kind=kind), instead)
     for choice, values in choices.items():
@@ -180,9 +200,7 @@ def _of_engine(engine: str) -> Iterator[Check]:
         run, instead = partial(checks.sizes, **{knob: f"copy={value}"}), f"another copy= in {knob}"
         yield Check(f"{knob}=copy={value}, every size", run, instead, limits=2)
     if "batch" in choices.get("copy", ()):
-        run = partial(checks.batches, variable=knob)
-        instead = "copies one by one: leave batched_copies out of the machine file"
-        yield Check("batches of copies", run, instead, limits=3)
+        yield _check("batches of copies", checks.batches, limits=3, variable=knob)
 
 
 #: Checks of each engine. Only those of the engine in use are tried.
@@ -192,10 +210,7 @@ WAYS = {engine: tuple(_of_engine(engine)) for engine in ENGINE_WAYS}
 def timed(settings: SelftestSettings) -> tuple[Check, ...]:
     """A check for each shape that is timed."""
     names = [case.name for case in SETS.get(settings.shapes, tuple)()]
-    instead = "nothing: ficco bench times it by more schedules"
-    return tuple(
-        Check(f"time of {name}", partial(_shape, name=name), instead, limits=2) for name in names
-    )
+    return tuple(_check(f"time of {name}", _shape, limits=2, name=name) for name in names)
 
 
 # On ranks.
