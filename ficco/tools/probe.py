@@ -103,8 +103,7 @@ _PATIENCE_S = 5.0
 def attribute(engine: str, name: str, device: torch.device, rank: int) -> int:
     """An attribute of this rank's device."""
     index = torch.cuda.current_device() if engine == "cuda" else _device(device, rank)
-    value: int = _binding(engine).attribute(name, index)
-    return value
+    return int(_binding(engine).attribute(name, index))
 
 
 def attributes(device: torch.device) -> dict[str, int]:

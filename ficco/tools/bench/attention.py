@@ -304,11 +304,10 @@ class AttentionData(Workload):
         def by_collective() -> torch.Tensor:
             return gather_then_attend(base, self.operands, group, self.scale, self._merge())
 
-        def by_pytorch() -> torch.Tensor:
+        def by_pytorch() -> Any:
             how: Any = {"is_causal": base.causal, "scale": self.scale}
             how["enable_gqa"] = base.heads != base.kv_heads
-            result: torch.Tensor = F.scaled_dot_product_attention(*self.operands[:3], **how)
-            return result
+            return F.scaled_dot_product_attention(*self.operands[:3], **how)
 
         lacks = "" if self.watch.on_gpu else "PyTorch has it on GPUs only"
         pytorch = {
@@ -327,11 +326,10 @@ class AttentionData(Workload):
             **pytorch,
         }
 
-    def _merge(self) -> Merge:
+    def _merge(self) -> Any:
         """The merge of ficco's engine, as in ficco's calls."""
         engine = workspace_of(self.watch.group, self.watch.device).engine
-        own: Merge = getattr(engine, "merge", merge)
-        return own
+        return getattr(engine, "merge", merge)
 
     def _by_heads(self) -> dict[str, Variant]:
         base, group = self.base, self.watch.group
@@ -372,13 +370,12 @@ class AttentionData(Workload):
         kv = like.new_empty(2, base.batch, keys, base.length, base.size).normal_()
         return lambda: attended(Heads(q, kv[0], kv[1]), rectangles, base.size**-0.5)
 
-    def _by_ficco(self, schedule: str) -> torch.Tensor:
+    def _by_ficco(self, schedule: str) -> Any:
         how: Any = {"causal": self.case.causal, "scale": self.scale, "schedule": schedule}
         if self.case.operator == GATHERS:
             how["placement"] = self.case.placement
         operator: Any = getattr(ficco, self.case.operator)
-        result: torch.Tensor = operator(*self.operands[:3], group=self.watch.group, **how)
-        return result
+        return operator(*self.operands[:3], group=self.watch.group, **how)
 
     def others(self, call: Callable[[], Any]) -> float:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:

@@ -509,10 +509,9 @@ def _shot(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) ->
     product = _symmetric_memory.empty((problem.m, problem.n), dtype=dtype, device=operands.device)
     _symmetric_memory.rendezvous(product, group)
 
-    def run() -> torch.Tensor:
+    def run() -> Any:
         torch.mm(operands.a_LK, operands.b_KN, out=product)
-        total: torch.Tensor = op(product, "sum", group.group_name)
-        return total
+        return op(product, "sum", group.group_name)
 
     return Runner(run)
 
@@ -521,17 +520,15 @@ def _fused_name(problem: Problem) -> str:
     return FUSED[problem.operator][problem.scaling is not None]
 
 
-def _pytorch_scaled(op: Callable[..., Any], operands: Operands, group: str) -> torch.Tensor:
+def _pytorch_scaled(op: Callable[..., Any], operands: Operands, group: str) -> Any:
     """A call of PyTorch's fused operator for operands with scales."""
     a, b, (of_a, of_b) = operands.a_LK, operands.b_KN, operands.scales.values()
     out_dtype: Any = getattr(torch, operands.problem.out_dtype)
     how: Any = (a, b, of_a, of_b, "sum", 0, 0, group, [len(a), b.shape[1]])
     if operands.problem.kind.scatters:
-        summed: torch.Tensor = op(*how, None, None, out_dtype, False)
-        return summed
+        return op(*how, None, None, out_dtype, False)
     how = (a, [b], of_a, [of_b], 0, group, [None], [None], [out_dtype], [False])
-    product: torch.Tensor = op(*how)[1][0]
-    return product
+    return op(*how)[1][0]
 
 
 def _quack_tilings(problem: Problem) -> list[tuple[int, int, int, int, bool]]:

@@ -140,19 +140,17 @@ class ExpertData(Workload):
         exact = Variant(partial(by_ficco, self, "auto", exact=True), needs_peers=True)
         return {**parts, **collectives, **ours, "auto, exact rows": exact}
 
-    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+    def between(self, hidden: torch.Tensor) -> Any:
         """The left operand of the second product."""
         gate, up = hidden.chunk(2, -1)
-        active: torch.Tensor = getattr(F, self.activation)(gate) * up
-        return active
+        return getattr(F, self.activation)(gate) * up
 
 
-def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> Any:
     """Grouped products of rows with the matrices of their experts. ``ends``: end row of each
     expert."""
     grouped: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    result: torch.Tensor = grouped(rows, weights, offs=ends)
-    return result
+    return grouped(rows, weights, offs=ends)
 
 
 def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:

@@ -128,10 +128,9 @@ def append(path: Path, rows: pd.DataFrame) -> Path:
     return path
 
 
-def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows for JSON; a missing figure is None."""
-    plain: list[dict[str, Any]] = rows.astype(object).where(rows.notna(), None).to_dict("records")
-    return plain
+def records(rows: pd.DataFrame) -> Any:
+    """Rows for JSON, as a list; a missing figure is None."""
+    return rows.astype(object).where(rows.notna(), None).to_dict("records")
 
 
 def _columns(kind: type, names: str) -> dict[str, type]:

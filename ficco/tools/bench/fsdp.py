@@ -47,14 +47,13 @@ class LlamaBlock(nn.Module):
         self.up, self.gate = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         parts = self.qkv(self.norms[0](x)).split(self.widths, -1)
         q, k, v = (one.unflatten(2, (-1, self.head)).transpose(1, 2) for one in parts)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         z = self.norms[1](x)
-        out: torch.Tensor = x + self.down(F.silu(self.gate(z)) * self.up(z))
-        return out
+        return x + self.down(F.silu(self.gate(z)) * self.up(z))
 
 
 class StackWay(NamedTuple):

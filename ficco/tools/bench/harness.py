@@ -340,11 +340,9 @@ def bench(settings: BenchSettings) -> pd.DataFrame | None:
     run = _Bench(settings, watch, Console(stderr=True, quiet=not writes))
     if writes:  # without a description a figure is worth nothing
         about = frames.describe(settings.device, settings.command, watch.world)
-        about["hosts"] = watch.hosts.count
-        if "graph" in settings.modes:
-            about["calls_in_graph"] = CALLS_IN_GRAPH
-        if watch.note:
-            about["note"] = watch.note
+        about |= {"hosts": watch.hosts.count}
+        about |= {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in settings.modes else {}
+        about |= {"note": watch.note} if watch.note else {}
         csv.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
     written = [schema.frame(())]
     with torch.set_grad_enabled(subject.gradients):
@@ -435,8 +433,11 @@ class _Bench:
                 if one.runner is not None and one.schedule:
                     calls.setdefault(one.schedule, one.runner.run)
             timelines = timelines_of(calls, watch.group, watch.device)
-            if watch.rank == 0:
-                write(timelines, settings.csv)
+            if watch.rank == 0:  # drawn, and written for Perfetto and for ``ficco plot``
+                stem = settings.csv.with_suffix("")
+                draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0])
+                trace(timelines, f"{stem}_trace.json")
+                Path(f"{stem}_timelines.json").write_text(dumps(timelines))
         return [*rows, *work.renamed(rows)]
 
     def _rows(
@@ -569,14 +570,6 @@ def timelines_of(
             machine = machine_of(plans, real)
             timelines += [simulate(plans, machine, title=title, source=source), real]
     return timelines
-
-
-def write(timelines: Sequence[Timeline], csv: Path) -> None:
-    """Draw timelines next to a CSV file, and write them for Perfetto and for ``ficco plot``."""
-    stem = csv.with_suffix("")
-    draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0])
-    trace(timelines, f"{stem}_trace.json")
-    Path(f"{stem}_timelines.json").write_text(dumps(timelines))
 
 
 def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:

@@ -195,7 +195,7 @@ class LayerWay:
     schedule: str = ""
     lacks: str = ""
 
-    def forward(self, layer: Layer, group: ProcessGroup) -> Forward:
+    def forward(self, layer: Layer, group: ProcessGroup) -> Any:
         eager = self.make(layer, group)
         if self.compiler is None:
             return eager
@@ -205,8 +205,7 @@ class LayerWay:
                 raise NotImplementedError(f"PyTorch has {', '.join(self.compiler)} on GPUs only")
             # Shows that it works, without a C++ compiler.
             how = {"backend": "aot_eager"}
-        compiled: Forward = torch.compile(eager, fullgraph=True, **how)
-        return compiled
+        return torch.compile(eager, fullgraph=True, **how)
 
 
 #: Ways to compute a step. The first is the reference of the others.

@@ -321,18 +321,18 @@ def with_means(table: pd.DataFrame, ratios: dict[str, pd.Series], bold: str = "{
     return pd.concat([table, ends], ignore_index=True)
 
 
+#: Headings of roles whose name is another.
+HEADINGS = {"gemm": "GEMM", "pytorch": "PyTorch", "quack": "QuACK", "best": "ficco"}
+
+
 def _bounds(rows: pd.DataFrame, mode: str) -> str:
     shapes = lines(rows, mode)
     figures = RATIOS | {"vs_queued": "x queued"} if mode == "graph" else RATIOS
-    timed = {"GEMM": "gemm", **{name: name for name in ("collective", "copies", "serial")}}
-    timed["PyTorch"] = "pytorch"
-    if shapes["quack", "ms"].notna().any():
-        timed["QuACK"] = "quack"
-    timed["ficco"] = "best"
+    quack = ["quack"] * int(shapes["quack", "ms"].notna().any())
     # Columns are named by their headings, except for a heading that occurs twice.
     table = pd.DataFrame({"shape": shape_text(shapes)})
-    for head, role in timed.items():
-        table[head] = cells(shapes[role, "ms"], ".3f")
+    for role in (*PARTS, "serial", "pytorch", *quack, "best"):
+        table[HEADINGS.get(role, role)] = cells(shapes[role, "ms"], ".3f")
     table["schedule"] = schedules(shapes["best"])
     ratios = {head: shapes["best", name] for name, head in figures.items()}
     table = table.assign(**{head: cells(values) for head, values in ratios.items()})

@@ -53,7 +53,10 @@ def simulate_problem(
     where |= {"machine": machine.name, "mode": mode}
     return SIMULATED.frame(
         {
-            **shape, **where, "candidate": name, "ms": taken * 1e3,
+            **shape,
+            **where,
+            "candidate": name,
+            "ms": taken * 1e3,
             "speedup": min(serials) / taken if taken else 1.0,
             "share": bounds["ideal"] / taken if taken else 1.0,
         }
@@ -78,13 +81,15 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
     """Candidates as bars, predicted and, if known, measured; the suffix is the format."""
     if not decision.candidates or decision.problem is None or decision.machine is None:
         raise ValueError(f"--draw: required predictions to draw, got none: {decision}")
-    rows = {}
-    for one in decision.candidates:
-        name = one.schedule + " *" * (one.schedule == str(decision.schedule))
-        own = measured.get(one.schedule, {})
-        rows[name] = [one.queued, one.idle, own.get("queued"), own.get("idle")]
-    figures = ["predicted, queued", "predicted, idle", "measured, queued", "measured, idle"]
-    seconds = pd.DataFrame(rows, figures, dtype=float).T
+    shown, chosen = decision.candidates, str(decision.schedule)
+    figures = {
+        "predicted, queued": [one.queued for one in shown],
+        "predicted, idle": [one.idle for one in shown],
+        "measured, queued": [measured.get(one.schedule, {}).get("queued") for one in shown],
+        "measured, idle": [measured.get(one.schedule, {}).get("idle") for one in shown],
+    }
+    names = [one.schedule + " *" * (one.schedule == chosen) for one in shown]
+    seconds = pd.DataFrame(figures, names, dtype=float)
     machine = described(decision.machine, decision.problem.world // decision.problem.hosts)
     assert machine is not None  # or nothing could have been predicted
     bound = family_of(decision.problem).ideal(decision.problem, machine) * 1e3

@@ -205,11 +205,10 @@ def _named(arguments: Sequence[str]) -> list[str]:
     return [command, *rest] if arguments else []
 
 
-def _function(verb: str, command: str) -> Callable[[Any], Any]:
+def _function(verb: str, command: str) -> Any:
     """``add_COMMAND`` or ``run_COMMAND``, from the module that has the command."""
     module = import_module(f"{__name__}.{'plan' if command in PLANS else 'measure'}")
-    function: Callable[[Any], Any] = getattr(module, f"{verb}_{command}")
-    return function
+    return getattr(module, f"{verb}_{command}")
 
 
 def _parser(arguments: Sequence[str] = tuple(COMMANDS)) -> Parser:
@@ -237,6 +236,12 @@ def _parser(arguments: Sequence[str] = tuple(COMMANDS)) -> Parser:
 DTYPE_TEXT = (
     f"{', '.join((*DTYPES, *CAST_KINDS))}; of -cast, the call casts A from bfloat16 "
     "(default: bfloat16)"
+)
+
+#: Help of ``--rows``.
+ROWS = (
+    "rows of each rank if they differ: 3,4,5; for an all-to-all a table with a line per sender: "
+    "3,4;5,6"
 )
 
 #: The machine that is simulated unless another is named; the one that was measured most.
@@ -377,9 +382,7 @@ def add_world(parser: Any) -> None:
 def add_ranks_of_rows(parser: Parser) -> None:
     """Add ``--world``, ``--hosts`` and ``--rows``."""
     add_world(parser)
-    text = "rows of each rank if they differ: 3,4,5; for an all-to-all a table with a line per "
-    text += "sender: 3,4;5,6"
-    parser.add_argument("--rows", help=text if parser.operator in OPERATORS else argparse.SUPPRESS)
+    parser.add_argument("--rows", help=ROWS if parser.operator in OPERATORS else argparse.SUPPRESS)
 
 
 def shapes(arguments: Any, sets: Iterable[str]) -> list[Case]:

@@ -31,23 +31,36 @@ if TYPE_CHECKING:
     from ficco.simulate.timeline import Timeline
 
 
+#: Help of the options whose help is long.
+HELP = {
+    "schedules": "names such as growing:compute=2 (default: all named ones)",
+    "set": "shapes that ship with ficco (default: measured)",
+    "mode": "queued: the host runs ahead; idle: the GPU waits for it (default: queued; on CPUs "
+    "idle, since the caller itself carries out the call)",
+    "workspace-bytes": "cap on staging (gathering operators); pieces then share it as a ring",
+    "machine": f"machine that auto and --draw go by: a name or a file (default: {MACHINE})",
+    "from-log": "instead: schedules of problems that a program logged with "
+    "options(log_problems=FILE)",
+    "files": "timelines of ficco simulate or bench --timelines, drawn side by side; or CSV files "
+    "of bench, replay or simulate, each drawn next to it",
+    "out": "png or svg; of a CSV of products the start of the names of two pictures (default: "
+    "timelines.png, or the CSV's name)",
+}
+
+
 # Simulate.
 
 
 def add_simulate(parser: Any) -> None:
-    text = "names such as growing:compute=2 (default: all named ones)"
-    parser.add_argument("schedules", nargs="*", help=text)
+    parser.add_argument("schedules", nargs="*", help=HELP["schedules"])
     problems = parser.add_argument_group("what")
-    text = "shapes that ship with ficco (default: measured)"
-    problems.add_argument("--set", choices=list(cases.SETS), metavar="NAME", help=text)
+    problems.add_argument("--set", choices=list(cases.SETS), metavar="NAME", help=HELP["set"])
     problems.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k")
     cli.add_sizes(parser)
     where = parser.add_argument_group("where")
     where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
     cli.add_world(where)
-    text = "queued: the host runs ahead; idle: the GPU waits for it (default: queued; on CPUs "
-    text += "idle, since the caller itself carries out the call)"
-    where.add_argument("--mode", choices=MODES, help=text)
+    where.add_argument("--mode", choices=MODES, help=HELP["mode"])
     add = parser.add_argument_group("output").add_argument
     add("--json", **FLAG, help="print the rows as JSON")
     add("--csv", **FILE, help="write the rows")
@@ -188,10 +201,8 @@ def add_plan(parser: Any) -> None:
     cli.add_sizes(parser)
     cli.add_ranks_of_rows(parser)
     add("--rank", **NUMBER, default=0, help="the rank to print (default: 0)")
-    text = "cap on staging (gathering operators); pieces then share it as a ring"
-    add("--workspace-bytes", **NUMBER, help=text)
-    text = f"machine that auto and --draw go by: a name or a file (default: {MACHINE})"
-    add("--machine", help=text)
+    add("--workspace-bytes", **NUMBER, help=HELP["workspace-bytes"])
+    add("--machine", help=HELP["machine"])
     add("--draw", **FILE, help="draw the timeline (png, svg)")
     add("--trace", **FILE, help="write a trace for Perfetto")
     add("--json", **FLAG, help="print the steps as JSON")
@@ -310,8 +321,7 @@ def add_explain(parser: Any) -> None:
     add("--schedule", default="auto", help="schedule to explain (default: auto)")
     add("--machine", help="a name or a file (default: this host's)")
     add("--captured", **FLAG, help="the call is captured in a graph")
-    text = "instead: schedules of problems that a program logged with options(log_problems=FILE)"
-    add("--from-log", **FILE, help=text)
+    add("--from-log", **FILE, help=HELP["from-log"])
     add("--measure", **FLAG, help="also time the candidates on this host")
     add("--seconds", type=float, help=f"time for --measure (default: {MEASURE_S:g})")
     add("--json", **FLAG, help="print everything as JSON")
@@ -487,11 +497,8 @@ OF_TIMELINES = ("trace", "only", "ranks")
 
 def add_plot(parser: Any) -> None:
     add = parser.add_argument
-    text = "timelines of ficco simulate or bench --timelines, drawn side by side; or CSV files of "
-    text += "bench, replay or simulate, each drawn next to it"
-    add("files", nargs="+", type=Path, metavar="FILE", help=text)
-    text = "png or svg; of a CSV of products the start of the names of two pictures (default: "
-    add("--out", **FILE, help=text + "timelines.png, or the CSV's name)")
+    add("files", nargs="+", type=Path, metavar="FILE", help=HELP["files"])
+    add("--out", **FILE, help=HELP["out"])
     add("--trace", **FILE, help="write a trace for Perfetto")
     add("--only", metavar="TEXT", help="timelines with this in their title")
     add("--ranks", help="ranks of timelines: 0, 0,3 or all (default: 0)")

@@ -474,14 +474,13 @@ ABOUT_S = 60.0
 _LONG_FAILED, LEAST_PIECE = ("copies of every size", "failed"), 1 << 20
 
 
-def about() -> dict[str, Any]:
+def about() -> Any:
     """The report of ``ficco doctor``, by a separate process: this process uses no device, and a
     device that hangs must not block the report."""
     command = [sys.executable, "-m", "ficco", "doctor", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ABOUT_S, check=True)
-        said: dict[str, Any] = json.loads(done.stdout)
-        return said
+        return json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"versions": f"ficco doctor cannot tell: {error}"}
 

@@ -189,12 +189,6 @@ class Journal:
             why += "folder with FICCO_CONFIG_DIR"
             raise ConfigError(str(machine), "folder", why) from None
 
-    @classmethod
-    def remove(cls, machine: Path) -> None:
-        """Forget the run: it is over."""
-        with suppress(OSError):
-            cls.path(machine).unlink()
-
 
 # The run.
 
@@ -318,7 +312,8 @@ class _TuningRun:
                 self._say(line, Console())
         watch.close()
         if not outcome.error and not outcome.failures and self.rank == 0:
-            Journal.remove(settings.path)
+            with suppress(OSError):  # the run is over
+                Journal.path(settings.path).unlink()
         return outcome
 
     def _say(self, text: str, console: Console | None = None) -> None:
