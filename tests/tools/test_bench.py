@@ -19,17 +19,20 @@ import pytest
 import ranks
 import subjects
 import torch
+import torch.distributed as dist
+from test_hosts import host_of
 
 import ficco
 from ficco.accelerator import gpu
+from ficco.dma.host import hosts_of
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates, families, problem_of_sizes
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import SCALED
 from ficco.schedules import NAMED, Schedule
 from ficco.simulate.timeline import Timeline, loads
-from ficco.tools import cli
-from ficco.tools.baselines import COPY_ENGINES, PRODUCT
+from ficco.tools import baselines, cli
+from ficco.tools.baselines import COPY_ENGINES, PRODUCT, lacking, preferred, registered
 from ficco.tools.bench import attention, cases, experts, harness, layers, measure, report
 from ficco.tools.bench import candidates as table
 from ficco.tools.bench.candidates import COMPARED, choose, of_problem, parse
@@ -397,6 +400,33 @@ def test_ranks_hear_what_rank_0_decides_and_what_fails_on_one_of_them() -> None:
             (None, "MemoryError: "),
             f"no room\non {rank}",
         ]
+
+
+def _meets(at: ranks.Rank) -> tuple[float, int, Any]:
+    """A collective of the group is under way on rank 1 while the ranks meet, and begins on rank 0
+    once they have met. Later rank 1 does not come."""
+    total, work = torch.tensor([1.0 + at.rank]), None
+    with host_of(at, 2):
+        hosts = hosts_of(dist.group.WORLD, 20, "a test")
+        barrier = Barrier(dist.group.WORLD, 4, hosts)
+        if at.rank == 1:
+            work = dist.all_reduce(total, async_op=True)
+        barrier.wait()
+        decided = barrier.decide(5 + at.rank)
+        work = work or dist.all_reduce(total, async_op=True)
+        work.wait()
+        barrier.wait()
+        late = ranks.caught(barrier.wait) if at.rank == 0 else None
+        at.barrier()
+        barrier.close()
+    return total.item(), decided, late
+
+
+def test_ranks_meet_between_hosts_during_collectives_of_their_group() -> None:
+    first, second = ranks.run(2, _meets, timeout=30)
+    assert first[:2] == second[:2] == (3.0, 5)
+    assert first[2].type == "TimeoutError"
+    assert "a rank of another host did not come" in first[2].text
 
 
 # Exact calls.
@@ -812,3 +842,122 @@ def test_rounds_end_before_the_seconds_do(
     assert rounds(items, clock, ONE_RANK, most=most, seconds=seconds) == done  # type: ignore
     assert clock.calls == {"a": 1 + done, "b": 1 + done}  # the first call warms up
     assert all(item.times_s == [1.0] * done for item in items)
+
+
+def _benched_over_hosts(at: ranks.Rank, path: Path) -> None:
+    about: Any = {"cases": (Case("a", 256, 16, 32, "float32"),), "device": "cpu", "csv": path}
+    with host_of(at, 2):
+        chosen = choose(["auto", "growing", "uniform-fused-2d"])
+        about |= {"schedules": chosen, "modes": ("idle",), "rounds": 2, "seconds": 30}
+        bench(BenchSettings(subject=SUBJECT, quiet=True, **about))
+
+
+def test_a_bench_over_hosts(tmp_path: Path) -> None:
+    ranks.run(2, _benched_over_hosts, tmp_path / "a.csv")
+    rows = BENCH.read(tmp_path / "a.csv")
+    timed = set(rows["candidate"][rows["status"] == "ok"])
+    assert timed >= {"gemm", "collective", "copies", "pytorch-serial", "serial", "auto"}
+    assert timed >= {"growing", "uniform-fused-2d"} and (rows["status"] != "failed").all()
+    others = rows[rows["candidate"].isin(("pytorch-fused", "pytorch-native"))]
+    why = "not here: it copies through memory that ranks of one host share"
+    assert set(others["note"]) == {why}
+
+
+# Ways of AMD's libraries: when they exist, and what they are asked, on doubles of PyTorch's API.
+
+CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
+VARIABLES = sorted({name for one in COPY_ENGINES.values() for name in one.variables})
+
+
+@pytest.fixture
+def rocm(monkeypatch: Any) -> pytest.MonkeyPatch:
+    """A PyTorch for ROCm whose ranks were started without a variable of RCCL's."""
+    monkeypatch.setattr(torch.version, "hip", "7.15")
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_operators_have_the_collectives_of_their_exchange() -> None:
+    of = {one.name: one.operators for one in table.REFERENCES}
+    kinds = {name: {OPERATORS[one].collective for one in of[name]} for name in COPY_ENGINES}
+    assert kinds == {
+        "rccl-sdma": {"all-gather", "all-to-all"},
+        "rccl-ce-all-reduce": {"all-reduce"},
+    }
+    assert of[PRODUCT] == () and set(COPY_ENGINES) < set(report.SERIALS)
+    without_rocm = {
+        lacking(name, on, True) for name in (*COPY_ENGINES, PRODUCT) for on in (CPU, CARD)
+    }
+    assert without_rocm == {"it needs GPUs and PyTorch for ROCm"}
+
+
+@pytest.mark.parametrize("name", COPY_ENGINES)
+def test_a_collective_says_what_it_lacks(name: str, rocm: pytest.MonkeyPatch) -> None:
+    variables = dict(COPY_ENGINES[name].variables)
+    first, value = variables.popitem()
+    for variable, setting in variables.items():
+        rocm.setenv(variable, setting)
+    for setting in ("", "0"):
+        rocm.setenv(first, setting)
+        text = "RCCL reads its variables once: start all ranks with "
+        assert lacking(name, CARD, True) == f"{text}{first}={value}"
+    rocm.setenv(first, value)
+    assert "one size on all ranks" in lacking(name, CARD, False)
+    assert "has not loaded RCCL" in lacking(name, CARD, True)
+    rocm.setattr(baselines, "_rccl", lambda: SimpleNamespace(ncclAllGather=None))
+    assert "registers no symmetric memory" in lacking(name, CARD, True)
+    rocm.setattr(baselines, "_rccl", lambda: SimpleNamespace(ncclCommWindowRegister=None))
+    assert lacking(name, CARD, True) == ""
+
+
+def test_hipblaslt_is_asked_for_and_left(rocm: pytest.MonkeyPatch) -> None:
+    """PyTorch answers with the library that it takes, which is another one on some GPUs."""
+    backends = torch._C._BlasBackend
+    chosen, offered = [backends.Default], {"hipblaslt": backends.Cublaslt}
+
+    def choose(wanted: Any = None) -> Any:
+        if wanted is not None:
+            chosen.append(offered.get(wanted, wanted))
+        return chosen[-1]
+
+    rocm.setattr(torch.backends.cuda, "preferred_blas_library", choose)
+    assert lacking(PRODUCT, CARD, True) == ""
+    offered["hipblaslt"] = backends.Cublas
+    assert "PyTorch takes" in lacking(PRODUCT, CARD, True)
+    offered["hipblaslt"] = backends.Cublaslt
+    with pytest.raises(ZeroDivisionError), preferred():
+        assert choose() == backends.Cublaslt
+        raise ZeroDivisionError
+    assert choose() == backends.Default
+
+
+def test_memory_is_registered_before_it_is_timed(monkeypatch: Any) -> None:
+    pools: list[Any] = []
+
+    @contextmanager
+    def use(pool: list[str]) -> Iterator[None]:
+        pools.append(pool)
+        yield
+        pools.pop()
+
+    monkeypatch.setattr(gpu, "MemPool", lambda allocator: [allocator])
+    monkeypatch.setattr(gpu, "use_mem_pool", use)
+    monkeypatch.setattr(gpu, "synchronize", lambda: None)
+    seen: list[list[str]] = []
+
+    def register(pool: list[str], symm: bool) -> None:
+        seen.append(list(pool))
+
+    def refuse(pool: list[str], **options: bool) -> None:
+        raise TypeError("incompatible function arguments")
+
+    backend = SimpleNamespace(mem_allocator="RCCL's", register_mem_pool=register)
+    group: Any = SimpleNamespace(_get_backend=lambda device: backend)
+    context = registered(group, CARD, lambda: pools[-1].append("a call"))
+    assert seen == [["RCCL's", "a call"]] and not pools
+    with context():
+        assert pools == [["RCCL's", "a call"]]
+    backend.register_mem_pool = refuse
+    with pytest.raises(NotImplementedError, match="cannot be registered with RCCL: incompatible"):
+        registered(group, CARD, lambda: None)

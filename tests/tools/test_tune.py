@@ -13,12 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from test_hosts import host_of
 
 import ficco
 from ficco.dma.cpu import CpuEngine
@@ -141,6 +143,21 @@ def test_a_power_limit_is_found_where_it_was_put(burst: float, sustained: float)
         found = fits.heat(rows_of_products(free, effort.GPU.rows, noise))
         assert (found.burst, found.sustained, found.limited) == (float("inf"), 1.0, False)
         assert found.cold(5.0) == fits.COLD.cold(5.0) == 5.0
+
+
+def test_rows_of_messages_tell_latency_and_rate() -> None:
+    times = [
+        fits.CopyTime(size, count, 3e-4 + count * (5e-5 + size / 2e9))
+        for size in (1 << 14, 1 << 18, 1 << 22)
+        for count in (1, 4)
+    ]
+    assert fits.messages(times) == pytest.approx((5e-5, 2e9))
+    one = fits.CopyTime(1024, 1, 1e-3)
+    with pytest.raises(ValueError, match="two sizes and rows of two lengths"):
+        fits.messages([one, fits.CopyTime(2048, 1, 1e-3)])
+    shrinking = [fits.CopyTime(size, n, n * 1e-3 / size) for size in (1, 4) for n in (1, 4)]
+    with pytest.raises(ValueError, match="grow with their bytes"):
+        fits.messages(shrinking)
 
 
 # What is measured.
@@ -754,3 +771,42 @@ def test_a_log_that_cannot_be_written_does_no_harm(tmp_path: Path, name: str) ->
     with pytest.warns(UserWarning, match="problems are not logged"):
         problem_log.note(f"{tmp_path}/{name}", problem, 0)
     problem_log.note(f"{tmp_path}/{name}", problem, 0)  # warned of once
+
+
+# Groups on several hosts.
+
+
+def _tuned(at: ranks.Rank, path: Path, only: tuple[str, ...], hosts: int) -> Any:
+    """A tuning run, in which messages of one rank and of all take latencies and rates that do not
+    depend on the pace of this machine."""
+    fitted = mock.patch.object(fits, "messages", side_effect=[(1e-4, 2e9), (2e-4, 1e9)])
+    with host_of(at, hosts), fitted as messages:
+        outcome = tuning.tune(
+            tuning.TuneSettings(path, "cpu", quick=True, only=only, fresh=True, command="tests")
+        )
+    rows = [one for call in messages.call_args_list for one in call.args[0]]
+    assert all(one.seconds > 0 for one in rows)
+    sizes = {(one.nbytes, one.count) for one in rows}
+    return outcome.error, outcome.failures, outcome.done, len(sizes)
+
+
+def test_the_network_of_two_hosts_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    for error, failures, done, rows in ranks.run(4, _tuned, path, ("network",), 2):
+        assert not error and not failures and done == ["network"] and rows >= 4
+    machine = load(path)
+    network = machine.network
+    assert machine.ranks == 2 and network is not None
+    assert (network.bandwidth, network.latency, network.sharing) == (2e9, 1e-4, 2)
+    assert network.provenance.source == "fitted"
+    assert "2 hosts, gloo" in network.provenance.note
+
+
+@pytest.mark.parametrize(("only", "hosts"), [(("network",), 1), (("gemm",), 2), ((), 2)])
+def test_steps_of_one_host_and_of_several_are_told_apart(
+    tmp_path: Path, only: tuple[str, ...], hosts: int
+) -> None:
+    path = tmp_path / "none.yaml"
+    for error, _, done, _ in ranks.run(2, _tuned, path, only, hosts):
+        assert "those of several hosts that one alone" in error and not done
+    assert not path.exists()
