@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -67,8 +68,15 @@ class BenchCandidate:
         return self.ours and self.schedule != "auto" and Schedule.parse(self.schedule).compute > 1
 
 
+#: Stands for the schedules that ``auto`` compares; ``candidates=3`` for three of them.
+COMPARED = BenchCandidate("candidates", "compared")
+
+
 def parse(name: str) -> BenchCandidate:
-    """A ficco candidate from its name: ``shard-overlap:pull@symmetric``, ``growing@stages=2``."""
+    """A ficco candidate from its name: ``shard-overlap:pull@symmetric``, ``growing@stages=2``; or
+    the one that stands for several, ``candidates`` or ``candidates=3``."""
+    if re.fullmatch(r"candidates(=0*[1-9]\d*)?", name):
+        return replace(COMPARED, name=name)
     schedule, *marks = name.split("@")
     if schedule != "auto":
         schedule = str(Schedule.parse(schedule))
@@ -120,9 +128,6 @@ REFERENCES = (
 #: than those by the copy engine (2 H200, 12 of the unseen shapes, 2026-11-21, commit 7a76eddfe07e).
 KERNEL_BYTES = 4 << 20
 
-#: Stands for the schedules that ``auto`` compares; ``candidates=3`` for three of them.
-COMPARED = BenchCandidate("candidates", "compared")
-
 #: Kinds of candidates that a replay has.
 REPLAYED = ("gemm", "ficco", COMPARED.kind)
 
@@ -154,18 +159,10 @@ def choose(
     """
     ours = tuple(one for one in SCHEDULES if device != "cpu" or not one.several_lanes)
     if names is not None:
-        ours = tuple(_stands_for(name) or parse(name) for name in names)
+        ours = tuple(map(parse, names))
     references = [one for one in REFERENCES if one.name not in without]
     references.append(parse("serial"))  # it is a reference, too
     return tuple(dict.fromkeys((*references, *ours)))
-
-
-def _stands_for(name: str) -> BenchCandidate | None:
-    """The candidate of a name that stands for several schedules; None if the name is of one."""
-    head, equals, most = name.partition("=")
-    if head != COMPARED.name or (equals and not (most.isdecimal() and int(most))):
-        return None
-    return replace(COMPARED, name=name)
 
 
 def of_problem(
