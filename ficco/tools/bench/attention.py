@@ -274,13 +274,11 @@ class AttentionData(Workload):
         return exact_operands(self.base, self.watch.rank, seed, self.watch.device)
 
     def _random(self, seed: int) -> AttentionOperands:
-        base, watch = self.base, self.watch
-        generator = torch.Generator(watch.device)
-        generator.manual_seed(seed * watch.world + watch.rank)
+        base, generator = self.base, self.generator(seed)
 
         def normal(heads: int) -> torch.Tensor:
             shape, dtype = (base.batch, heads, base.rows, base.size), getattr(torch, base.dtype)
-            return torch.empty(shape, dtype=dtype, device=watch.device).normal_(generator=generator)
+            return torch.empty(shape, dtype=dtype, device=self.device).normal_(generator=generator)
 
         q, k, v = normal(base.heads), normal(base.kv_heads), normal(base.kv_heads)
         return AttentionOperands(q, k, v, q)

@@ -108,8 +108,7 @@ class ExpertData(Workload):
     def fill(self, seed: int, exact: bool = False) -> None:
         """Draw normal data and SiLU, or small whole numbers and ReLU, which are exact for all
         variants. Draw routes with the skew of the case. Ranks draw different data."""
-        case, generator = self.case, torch.Generator(self.device)
-        generator.manual_seed(seed * self.group.size() + self.group.rank())
+        case, generator = self.case, self.generator(seed)
         self.activation = "relu" if exact else "silu"
         for tensor, fan in ((self.tokens, 1), (self.up, case.k), (self.down, case.inner)):
             if exact:

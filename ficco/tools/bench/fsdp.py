@@ -139,9 +139,7 @@ class StackData(LayerData):
 
     def fill(self, seed: int, exact: bool = False) -> None:
         """Normal data of unit variance, other data on every rank."""
-        generator = torch.Generator(self.device)
-        generator.manual_seed(seed * self.watch.world + self.watch.rank)
-        self.x.normal_(generator=generator)
+        self.x.normal_(generator=self.generator(seed))
 
     def run(self, forward: Any) -> torch.Tensor:
         """A step of a model; its loss."""

@@ -140,6 +140,11 @@ class Workload:
         self.case, self.watch, self.schedules = case, watch, schedules
         self.group, self.device = watch.group, watch.device
 
+    def generator(self, seed: int) -> torch.Generator:
+        """Draws numbers that differ from rank to rank."""
+        own = seed * self.watch.world + self.watch.rank
+        return torch.Generator(self.device).manual_seed(own)
+
     # Overridden by each kind of workload.
 
     @property

@@ -261,8 +261,7 @@ class LayerData(Workload):
     @torch.no_grad()
     def fill(self, seed: int, exact: bool = False) -> None:
         """Normal data of unit variance, other data on every rank."""
-        generator = torch.Generator(self.device)
-        generator.manual_seed(seed * self.watch.world + self.watch.rank)
+        generator = self.generator(seed)
         for tensor in (*self.operands, self.grad):
             tensor.normal_(generator=generator)
         _, first, second = self.operands
