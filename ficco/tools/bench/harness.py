@@ -549,7 +549,8 @@ def timelines_of(
     The plan is simulated at the rates that the steps of the measured call reached, so that both
     differ in what waited for what. Collective; the result is the same on every rank.
     """
-    timelines, start = list[Timeline](), attrgetter("start")
+    timelines: list[Timeline] = []
+    start = attrgetter("start")
     for name, call in calls.items():
         with suppress(NotImplementedError), timing_steps() as seen:
             call()  # first use is slow

@@ -400,13 +400,14 @@ def _measure(
     case = Case("explained", *sizes, operator=problem.operator)
     names = [one.schedule for one in decision.candidates] or [str(decision.schedule)]
     with tempfile.TemporaryDirectory(prefix="ficco-explain-") as folder:
-        modes = tuple(mode for mode in modes_of(device, None) if mode != "graph")
-        what: Any = {"subject": products.SUBJECT, "cases": (case,), "modes": modes}
-        how: Any = {"device": device, "rounds": 200, "seconds": arguments.seconds or MEASURE_S}
         settings = BenchSettings(
-            **what,
-            **how,
+            subject=products.SUBJECT,
+            cases=(case,),
             schedules=tuple(map(parse, names)),
+            modes=tuple(mode for mode in modes_of(device, None) if mode != "graph"),
+            device=device,
+            rounds=200,
+            seconds=arguments.seconds or MEASURE_S,
             csv=Path(folder) / "explained.csv",
             quiet=True,
         )

@@ -105,7 +105,7 @@ def _figures(at: Rank, group: ProcessGroup) -> Passed:
     return Passed(f"{len(outcome.done)} steps of ficco tune --quick: {', '.join(outcome.done)}")
 
 
-#: What is used instead if a check fails, by its name or by the first word of its name.
+#: Fallbacks of checks that fail, by the name of the check or by the first word of the name.
 INSTEAD = {
     "device and engine": COLLECTIVE,
     "memory of peers": COLLECTIVE,
