@@ -300,8 +300,9 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
         name = engine_name(torch.device("cuda"), wanted)
         on_cuda = f"{name}: {why}, and this torch is built for {build}"
     elif torch.backends.cuda.is_built():
-        on_cuda = "none: torch sees no GPU; is the driver loaded, and CUDA_VISIBLE_DEVICES not "
-        on_cuda += "empty?"
+        on_cuda = (
+            "none: torch sees no GPU; is the driver loaded, and CUDA_VISIBLE_DEVICES not empty?"
+        )
     else:
         on_cuda = "none: this torch is built for CPUs only"
     return {

@@ -160,8 +160,10 @@ def to_positions(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 @contextmanager
 def nothing_merged() -> Iterator[None]:
     """Skip the merge of attention parts in ficco's calls, to time the merge."""
-    skip: Any = lambda *_: None  # noqa: E731
-    with mock.patch.object(Kernels, "merge", skip), mock.patch("ficco.dma.gpu.merge", skip):
+    with (
+        mock.patch.object(Kernels, "merge", lambda *_: None),
+        mock.patch("ficco.dma.gpu.merge", lambda *_: None),
+    ):
         yield
 
 

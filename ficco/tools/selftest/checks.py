@@ -89,10 +89,19 @@ class SelftestSettings:
         """Settings for ``"cpu"`` or ``"cuda"``."""
         if device == "cpu":
             return cls()
-        calls: Any = {"iterations": 400, "repeat": 5, "small": (48, 64, 40), "dtype": "bfloat16"}
-        calls |= {"large": (4096, 4096, 256), "sizes": SIZES, "pair_bytes": 64 << 20}
-        limits = {"shape_seconds": 15.0, "timeout_s": 5.0, "limit_s": 45.0}
-        return cls(**calls, shapes="measured", **limits)
+        return cls(
+            iterations=400,
+            repeat=5,
+            small=(48, 64, 40),
+            large=(4096, 4096, 256),
+            dtype="bfloat16",
+            sizes=SIZES,
+            pair_bytes=64 << 20,
+            shapes="measured",
+            shape_seconds=15.0,
+            timeout_s=5.0,
+            limit_s=45.0,
+        )
 
 
 @dataclass(frozen=True)
