@@ -174,20 +174,17 @@ def driver() -> str:
 
 def devices() -> list[dict[str, Any]]:
     """GPUs and the CPU."""
-    cpu = {"name": cpu_name(), "cores": len(os.sched_getaffinity(0)), "kind": "cpu"}
-    return [cpu, *map(_gpu, range(gpu.device_count() if gpu.is_available() else 0))]
+    here = [{"name": cpu_name(), "cores": len(os.sched_getaffinity(0)), "kind": "cpu"}]
+    for index in range(_gpus()):
+        one = gpu.get_device_properties(index)
+        device = {"name": one.name, "cores": one.multi_processor_count, "kind": f"cuda:{index}"}
+        architecture = getattr(one, "gcnArchName", f"sm_{one.major}{one.minor}")
+        here.append(device | {"memory_bytes": one.total_memory, "architecture": architecture})
+    return here
 
 
-def _gpu(index: int) -> dict[str, Any]:
-    properties = gpu.get_device_properties(index)
-    capability = f"sm_{properties.major}{properties.minor}"
-    return {
-        "name": properties.name,
-        "cores": properties.multi_processor_count,
-        "kind": f"cuda:{index}",
-        "memory_bytes": properties.total_memory,
-        "architecture": getattr(properties, "gcnArchName", capability),
-    }
+def _gpus() -> int:
+    return gpu.device_count() if gpu.is_available() else 0
 
 
 def cpu_name() -> str:
@@ -200,8 +197,7 @@ def cpu_name() -> str:
 
 def links() -> dict[str, Any]:
     """Access of GPUs to each other's memory, and their links."""
-    count = gpu.device_count() if gpu.is_available() else 0
-    if count < 2:
+    if (count := _gpus()) < 2:
         return {"peer access": [], "topology": "fewer than two GPUs"}
     access = [
         [i == j or gpu.can_device_access_peer(i, j) for j in range(count)] for i in range(count)
@@ -209,12 +205,9 @@ def links() -> dict[str, Any]:
     tool = ["nvidia-smi", "topo", "-m"]
     if torch.version.hip:
         tool = ["amd-smi", "topology"] if shutil.which("amd-smi") else ["rocm-smi", "--showtopo"]
-    return {"peer access": access, "topology": _tried(partial(_run, tool))}
-
-
-def _run(tool: list[str]) -> str:
-    done = subprocess.run(tool, capture_output=True, text=True, timeout=TOOL_S, check=True)
-    return done.stdout.strip()
+    how: Any = {"text": True, "stderr": subprocess.DEVNULL, "timeout": TOOL_S}
+    said = _tried(partial(subprocess.check_output, tool, **how))
+    return {"peer access": access, "topology": said.strip()}
 
 
 def engines() -> dict[str, Any]:
@@ -302,7 +295,6 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
     """The engine of each kind of tensor, the schedules of ranks, and the reasons."""
     wanted = current().engine
     why = f"options(engine={wanted!r})" if wanted else "the tensors' device decides"
-    engines = {"tensors on cpu": f"{engine_name(torch.device('cpu'), wanted)}: {why}"}
     if gpu.is_available():
         build = "ROCm" if torch.version.hip else "CUDA"
         name = engine_name(torch.device("cuda"), wanted)
@@ -314,7 +306,7 @@ def use(ranks: int | None = None, device: str | None = None) -> dict[str, str]:
     else:
         on_cuda = "none: this torch is built for CPUs only"
     return {
-        **engines,
+        "tensors on cpu": f"{engine_name(torch.device('cpu'), wanted)}: {why}",
         "tensors on cuda": on_cuda,
         "schedule='auto'": _auto(ranks, device),
         "kernels": _kernels(),
@@ -332,7 +324,7 @@ def _kernels() -> str:
 
 def _auto(ranks: int | None, device: str | None) -> str:
     """How ``auto`` decides for these ranks, or the schedule that they take for every problem."""
-    gpus = gpu.device_count() if device != "cpu" and gpu.is_available() else 0
+    gpus = 0 if device == "cpu" else _gpus()
     ranks = ranks or gpus or 4
     here = fingerprint("cuda" if gpus else "cpu", ranks)
     place = where(None, ranks, here)

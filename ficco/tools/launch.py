@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
@@ -134,7 +135,7 @@ def launch(
         rank = own_rank()
         local = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else rank
         try:
-            with _group(rank, ranks, local, device, timeout_s, None):
+            with _group((rank, ranks, local, device, timeout_s)):
                 return fn(*args)
         except (ValueError, NotImplementedError):
             raise
@@ -159,10 +160,10 @@ def launch(
     try:
         for rank in range(ranks):
             near_end, far_end = context.Pipe(duplex=False)
-            arguments = (far_end, rank, ranks, store.port, device, timeout_s, fn, args)
-            process = context.Process(
-                target=_rank, args=arguments, name=f"ficco rank {rank}", daemon=True
-            )
+            place = rank, ranks, rank, device, timeout_s
+            arguments = far_end, store.port, place, partial(fn, *args)
+            name = f"ficco rank {rank}"
+            process = context.Process(target=_rank, args=arguments, name=name, daemon=True)
             process.start()
             far_end.close()
             processes.append(process)
@@ -185,14 +186,12 @@ def check_ranks(ranks: int | None, device: str, least: int = 1) -> int:
     if under_torchrun():
         world = _number("WORLD_SIZE")
         if ranks not in (None, world):
-            raise InvalidArgument(
-                "ranks", f"required {world}, as torchrun started, got {ranks}; leave --ranks out"
-            )
+            why = f"required {world}, as torchrun started, got {ranks}; leave --ranks out"
+            raise InvalidArgument("ranks", why)
         ranks = world
     elif device == "cuda" and gpus == 0:
-        raise InvalidArgument(
-            "device", "required a GPU that torch sees, got none; use --device cpu"
-        )
+        why = "required a GPU that torch sees, got none; use --device cpu"
+        raise InvalidArgument("device", why)
     elif device == "cuda" and ranks is not None and ranks > gpus:
         raise InvalidArgument("ranks", f"required at most {gpus}, one per GPU, got {ranks}")
     if ranks is None:
@@ -208,18 +207,15 @@ def check_load(ranks: int | None, device: str | None) -> None:
     most = RANKS_PER_CORE * cores
     on_cpus = (device or default_device()) == "cpu" and not under_torchrun()
     if on_cpus and ranks is not None and ranks > most:
-        raise InvalidArgument(
-            "ranks",
-            f"required at most {most} on {cores} cores, got {ranks}; --oversubscribe starts more",
-        )
+        here = f"{most} on {cores} cores, got {ranks}; --oversubscribe starts more"
+        raise InvalidArgument("ranks", f"required at most {here}")
 
 
 def check_seconds(seconds: float) -> float:
     """The seconds of a measurement; ``ValueError`` if not above 0, or above ``LONGEST_S``."""
     if not 0 < seconds <= LONGEST_S:
-        raise InvalidArgument(
-            "seconds", f"required a number above 0 and at most {LONGEST_S:.0f}, got {seconds:g}"
-        )
+        wanted = f"required a number above 0 and at most {LONGEST_S:.0f}"
+        raise InvalidArgument("seconds", f"{wanted}, got {seconds:g}")
     return seconds
 
 
@@ -274,16 +270,11 @@ def _end(processes: list[BaseProcess]) -> None:
             process.join(max(deadline - time.monotonic(), 0))
 
 
-def _rank(
-    pipe: Connection,
-    rank: int,
-    world: int,
-    port: int,
-    device: str,
-    timeout_s: float,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+#: Of a rank: its number, the world, the number and kind of its device, and its timeout.
+Place = tuple[int, int, int, str, float]
+
+
+def _rank(pipe: Connection, port: int, place: Place, call: Callable[[], Any]) -> None:
     """The main function of a started process."""
     import torch.distributed as dist
 
@@ -291,12 +282,12 @@ def _rank(
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends its ranks
     try:
-        if device == "cpu":
+        if place[3] == "cpu":
             # All ranks are on this machine, even if its host name resolves elsewhere.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.TCPStore("127.0.0.1", port, None, False)
-        with _group(rank, world, rank, device, timeout_s, store):
-            result = fn(*args)
+        with _group(place, store):
+            result = call()
         _send(pipe, "result", result)
     except Exception as error:
         _send(pipe, "failure", (type(error).__name__, str(error), traceback.format_exc()))
@@ -331,10 +322,9 @@ def _terminate(*_: Any) -> None:
 
 
 @contextlib.contextmanager
-def _group(
-    rank: int, world: int, local: int, device: str, timeout_s: float, store: dist.Store | None
-) -> Iterator[None]:
+def _group(place: Place, store: dist.Store | None = None) -> Iterator[None]:
     """Sets up the default process group, the rank's device and its share of the cores."""
+    rank, world, local, device, timeout_s = place
     import torch
     import torch.distributed as dist
 

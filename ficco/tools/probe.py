@@ -18,9 +18,9 @@ from ficco.errors import BackendError
 from ficco.hip_kernels.build import can_compile
 from ficco.hip_kernels.launch import Kernels
 
-#: Attributes of a device that engines use, and the fallback for an attribute of 0.
+#: Attributes of a device that engines use, and the fallback for an attribute of 0. Engines that are
+#: not in this table or the next ones need none.
 ATTRIBUTES: dict[str, dict[str, str]] = {
-    "cpu": {},
     "cuda": {
         "CAN_USE_64_BIT_STREAM_MEM_OPS": "schedule='serial:collective': there is no engine without",
         "CAN_FLUSH_REMOTE_WRITES": "waits without a flush of remote writes",
@@ -32,21 +32,14 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "WallClockRate": "100 MHz, for the deadline of a kernel that waits",
     },
 }
-#: Attributes of a device that a report holds.
+#: Further attributes of a device that a report holds.
 REPORTED = {
-    "cuda": (
-        *ATTRIBUTES["cuda"],
-        *("UNIFIED_ADDRESSING", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "COMPUTE_MODE"),
-    ),
-    "hip": (
-        *ATTRIBUTES["hip"],
-        *("AsyncEngineCount", "UnifiedAddressing", "FineGrainSupport", "ComputeMode"),
-    ),
+    "cuda": "UNIFIED_ADDRESSING HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED COMPUTE_MODE".split(),
+    "hip": "AsyncEngineCount UnifiedAddressing FineGrainSupport ComputeMode".split(),
 }
-#: Kinds of memory that processes share by handles, and the fallback of each kind.
+#: Kinds of memory that processes share by handles, and the fallback of each kind. On CUDA it is
+#: PyTorch's symmetric memory alone.
 SHARED: dict[str, dict[str, str]] = {
-    "cpu": {},
-    "cuda": {},  # PyTorch's symmetric memory alone
     "hip": {
         "plain": "PyTorch's symmetric memory: FICCO_HIP=memory=torch",
         "uncached": "signals in signal memory: FICCO_HIP=signals=signal",
@@ -55,8 +48,6 @@ SHARED: dict[str, dict[str, str]] = {
 }
 #: Further advice for an engine after a failed check of the self-test, by the name of the check.
 ADVICE: dict[str, dict[str, str]] = {
-    "cpu": {},
-    "cuda": {},
     "hip": {
         "signals, first way": "the variable FICCO_HIP=signals=...",
         "copies of every size": "with the machine file of `ficco doctor --read` the engine cuts "
@@ -68,164 +59,40 @@ ADVICE: dict[str, dict[str, str]] = {
 }
 
 
-class CardClaim(NamedTuple):
-    """A claim of ``docs/api/amd-claims.md`` about cards, which a self-test proves or refutes.
-
-    Attributes:
-        text: the claim, in Markdown.
-        why: what it depends on.
-        rows: how the names of its checks begin; none for a claim that the self-test does not try.
-        advice: the remedy if it is refuted.
-    """
-
-    text: str
-    why: str
-    rows: tuple[str, ...]
-    advice: str
-
-
-#: Claims by engine. Those of engines that ran on cards have pages of results instead.
-CLAIMS: dict[str, tuple[CardClaim, ...]] = {
-    "cpu": (),
-    "cuda": (),
-    "hip": (
-        CardClaim(
-            "peers can map each other's memory, and copies reach it",
-            "`hipDeviceCanAccessPeer`, IPC handles",
-            ("device and", "memory of", "sharing of plain", "FICCO_HIP=memory=ipc"),
-            "[the host's set-up](../amd-setup.md)",
+#: Claims of ``docs/api/amd-claims.md`` about cards, in Markdown, which a self-test proves or
+#: refutes, and how the names of their checks begin, after commas; none for a claim that the
+#: self-test does not try. Engines that ran on cards have pages of results instead.
+CLAIMS: dict[str, dict[str, str]] = {
+    "hip": {
+        "peers can map each other's memory, and copies reach it": (
+            "device and, memory of, sharing of plain, FICCO_HIP=memory=ipc"
         ),
-        CardClaim(
-            "copies of 4 bytes to 512 MiB are exact, to and from every peer, by each call",
-            "copies without compute units copied nothing and succeeded "
-            "([#11318](https://github.com/ROCm/rocm-systems/pull/11318)); a descriptor of 256 MiB "
-            "stopped an SDMA engine of MI355X "
-            "([#9927](https://github.com/ROCm/rocm-systems/pull/9927))",
-            ("copies of every", "FICCO_HIP=copy="),
-            "`ficco doctor --read` writes the limit to a machine file; `FICCO_HIP=copy=...`",
+        "copies of 4 bytes to 512 MiB are exact, to and from every peer, by each call": (
+            "copies of every, FICCO_HIP=copy="
         ),
-        CardClaim(
-            "several copies of a lane take less time in a batch",
-            "`hipMemcpyBatchAsync` copies one by one before HIP 7.12; see [minimum "
-            "ROCm](../amd-setup.md#minimum-rocm)",
-            ("batches of",),
-            "leave `batched_copies` out of the machine file",
+        "several copies of a lane take less time in a batch": "batches of",
+        "another device sees a word after the data of the copy before it": "order of copy, signals",
+        "every schedule and operator is exact": "schedule, operator",
+        "streams wait for words": "attribute CanUse",
+        "processes can share signal memory": "sharing of signal, FICCO_HIP=signals=signal",
+        "streams wait on uncached memory": "sharing of uncached, FICCO_HIP=signals=uncached",
+        "copies run on SDMA engines, during GEMMs": "products beside",
+        "7 copy lanes fill 7 links": "bandwidth of",
+        "the watchdog works while lanes wait": "timeouts",
+        "`FICCO_HIP=memory=torch`": "FICCO_HIP=memory=torch",
+        "`hipMemcpy2DAsync` between devices is exact and fast": "2D copies, FICCO_HIP=columns=",
+        "captured stream writes, waits and copies replay, in the captured order": "graphs",
+        "code objects load, a kernel sees another's post, hiprtc compiles": (
+            "kernel, copies by, FICCO_HIP=signals=kernel, attribute Multi, attribute Wall"
         ),
-        CardClaim(
-            "another device sees a word after the data of the copy before it",
-            "order of SDMA copy and stream write over xGMI; coherence between XCDs",
-            ("order of copy", "signals"),
-            '`FICCO_HIP=signals=...`, `options(signals="copy")`',
+        "float8 GEMMs are correct": "",
+        "a kernel that waits sees rows copied while it ran (`tiled`)": "product whose",
+        "an event after a copy completes when that copy is over": "FICCO_HIP=events=",
+        "a summing kernel reads a peer's product (`one-shot`, `two-shot`)": (
+            "operator matmul_reduce_scatter, operator matmul_all_reduce"
         ),
-        CardClaim(
-            "every schedule and operator is exact",
-            "all of it",
-            ("schedule", "operator"),
-            "another `schedule=`",
-        ),
-        CardClaim(
-            "streams wait for words",
-            "`hipStreamWaitValue32`, marked beta",
-            ("attribute CanUse",),
-            "`FICCO_HIP=signals=kernel`",
-        ),
-        CardClaim(
-            "processes can share signal memory",
-            "not promised; AMD's runtime shares whole allocations, and a signal is inside one "
-            "(`Runtime::IPCCreate` of ROCr). The engine then takes uncached memory",
-            ("sharing of signal", "FICCO_HIP=signals=signal"),
-            "leave `signals` out",
-        ),
-        CardClaim(
-            "streams wait on uncached memory",
-            "AMD's runtime does so unless `GPU_STREAMOPS_CP_WAIT=1`; not promised",
-            ("sharing of uncached", "FICCO_HIP=signals=uncached"),
-            "leave `GPU_STREAMOPS_CP_WAIT` unset",
-        ),
-        CardClaim(
-            "copies run on SDMA engines, during GEMMs",
-            "by the runtime's source, whole rows above 16 KiB do; see [what copies "
-            "what](../amd.md#what-copies-what)",
-            ("products beside",),
-            "a profile proves it",
-        ),
-        CardClaim(
-            "7 copy lanes fill 7 links",
-            "streams share [hardware queues](../amd.md#hardware-queues)",
-            ("bandwidth of",),
-            "`GPU_MAX_HW_QUEUES=16`",
-        ),
-        CardClaim(
-            "the watchdog works while lanes wait",
-            "its stream needs [hardware queues](../amd.md#hardware-queues) of its own",
-            ("timeouts",),
-            "`GPU_MAX_HW_QUEUES=16`",
-        ),
-        CardClaim(
-            "`FICCO_HIP=memory=torch`",
-            "PyTorch's symmetric memory for ROCm; see [minimum ROCm](../amd-setup.md#minimum-rocm)",
-            ("FICCO_HIP=memory=torch",),
-            "leave it out",
-        ),
-        CardClaim(
-            "`hipMemcpy2DAsync` between devices is exact and fast",
-            "by the source a kernel does it (ROCm/rocm-systems #3706)",
-            ("2D copies", "FICCO_HIP=columns="),
-            "schedules of rows",
-        ),
-        CardClaim(
-            "captured stream writes, waits and copies replay, in the captured order",
-            "until July 2026 ROCm executed writes and waits at once instead of capturing them "
-            "(ROCm/rocm-systems #8911). A trial capture detects this and refuses captures. ROCm's "
-            "graphs run on 4 queues (`DEBUG_HIP_FORCE_GRAPH_QUEUES`) in an order of the runtime's "
-            "choice. ROCm 7.2 can lose an edge if more than 4 branches begin at one node "
-            "(ROCm/rocm-systems #11499): wrong results without an error",
-            ("graphs",),
-            "`FICCO_HIP=signals=kernel`; fewer lanes (`copy=`)",
-        ),
-        CardClaim(
-            "code objects load, a kernel sees another's post, hiprtc compiles",
-            "`hipModuleLoadData`; hiprtc ran against a double only",
-            (
-                "kernel",
-                "copies by",
-                "FICCO_HIP=signals=kernel",
-                "attribute Multi",
-                "attribute Wall",
-            ),
-            "leave the mover `kernel` out",
-        ),
-        CardClaim(
-            "float8 GEMMs are correct",
-            "hipBLASLt through `torch._scaled_mm`",
-            (),
-            "`tests/gpu/test_fp8_gpu.py`, whose dtypes are NVIDIA's",
-        ),
-        CardClaim(
-            "a kernel that waits sees rows copied while it ran (`tiled`)",
-            "SDMA writes while compute units poll; each XCD's L2",
-            ("product whose",),
-            "another `schedule=`",
-        ),
-        CardClaim(
-            "an event after a copy completes when that copy is over",
-            "the runtime may complete it only after the next copy",
-            ("FICCO_HIP=events=",),
-            "`FICCO_HIP=events=write`",
-        ),
-        CardClaim(
-            "a summing kernel reads a peer's product (`one-shot`, `two-shot`)",
-            "caches of peer memory over xGMI",
-            ("operator matmul_reduce_scatter", "operator matmul_all_reduce"),
-            "schedules without them",
-        ),
-        CardClaim(
-            "any speed",
-            "all of it",
-            ("time of", "figures of"),
-            "`ficco bench`",
-        ),
-    ),
+        "any speed": "time of, figures of",
+    }
 }
 #: Bytes of an allocation, as much as signal memory has.
 _BYTES = 8
@@ -236,8 +103,7 @@ _PATIENCE_S = 5.0
 def attribute(engine: str, name: str, device: torch.device, rank: int) -> int:
     """An attribute of this rank's device."""
     index = torch.cuda.current_device() if engine == "cuda" else _device(device, rank)
-    value: int = _binding(engine).attribute(name, index)
-    return value
+    return int(_binding(engine).attribute(name, index))
 
 
 def attributes(device: torch.device) -> dict[str, int]:
@@ -249,7 +115,9 @@ def attributes(device: torch.device) -> dict[str, int]:
     binding = _binding(vendor)
     if vendor == "hip":
         binding.start()
-    return {name: binding.attribute(name, index) for name in REPORTED[vendor]}
+    return {
+        name: binding.attribute(name, index) for name in (*ATTRIBUTES[vendor], *REPORTED[vendor])
+    }
 
 
 def _binding(engine: str) -> Any:
@@ -349,9 +217,8 @@ def share(kind: str, device: torch.device, rank: int, gather: Callable[[Any], li
         yield
         for peer, address in mapped.items():
             if (seen := read(address)[0]) != _mark(peer):
-                outcome.wrong.append(
-                    f"{seen:#x} in the memory of rank {peer}, not {_mark(peer):#x}"
-                )
+                wrong = f"{seen:#x} in the memory of rank {peer}, not {_mark(peer):#x}"
+                outcome.wrong.append(wrong)
         yield
         hip.write_32(stream, owned[0], _mark(rank))
         hip.copy(mapped[(rank + 1) % len(met)] + 4, owned[0], 4, stream)

@@ -19,17 +19,20 @@ import pytest
 import ranks
 import subjects
 import torch
+import torch.distributed as dist
+from test_hosts import host_of
 
 import ficco
 from ficco.accelerator import gpu
+from ficco.dma.host import hosts_of
 from ficco.errors import ConfigError
 from ficco.heuristics import candidates, families, problem_of_sizes
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.scaling import SCALED
 from ficco.schedules import NAMED, Schedule
 from ficco.simulate.timeline import Timeline, loads
-from ficco.tools import cli
-from ficco.tools.baselines import COPY_ENGINES, PRODUCT
+from ficco.tools import baselines, cli
+from ficco.tools.baselines import COPY_ENGINES, PRODUCT, lacking, preferred, registered
 from ficco.tools.bench import attention, cases, experts, harness, layers, measure, report
 from ficco.tools.bench import candidates as table
 from ficco.tools.bench.candidates import COMPARED, choose, of_problem, parse
@@ -38,7 +41,7 @@ from ficco.tools.bench.frames import BENCH, LAYERS
 from ficco.tools.bench.harness import BenchSettings, Checked, bench, timelines_of
 from ficco.tools.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
 from ficco.tools.bench.measure import Barrier, Item, Runner, Stopwatch, rounds, slowest
-from ficco.tools.bench.products import SUBJECT, Verifier, accuracy
+from ficco.tools.bench.products import SUBJECT, ProductWork, accuracy
 from ficco.tools.cli import measure as command
 
 # Figures.
@@ -327,7 +330,7 @@ class QuackDouble:
         return at
 
 
-def test_quack_gathers_for_its_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quack_gathers_for_its_fastest_product(monkeypatch: Any) -> None:
     operands = Operands(
         problem_of_sizes("all_gather_matmul", 2048, 16, 32, "bfloat16", 2), 0, torch.device("cpu")
     )
@@ -399,6 +402,33 @@ def test_ranks_hear_what_rank_0_decides_and_what_fails_on_one_of_them() -> None:
         ]
 
 
+def _meets(at: ranks.Rank) -> tuple[float, int, Any]:
+    """A collective of the group is under way on rank 1 while the ranks meet, and begins on rank 0
+    once they have met. Later rank 1 does not come."""
+    total, work = torch.tensor([1.0 + at.rank]), None
+    with host_of(at, 2):
+        hosts = hosts_of(dist.group.WORLD, 20, "a test")
+        barrier = Barrier(dist.group.WORLD, 4, hosts)
+        if at.rank == 1:
+            work = dist.all_reduce(total, async_op=True)
+        barrier.wait()
+        decided = barrier.decide(5 + at.rank)
+        work = work or dist.all_reduce(total, async_op=True)
+        work.wait()
+        barrier.wait()
+        late = ranks.caught(barrier.wait) if at.rank == 0 else None
+        at.barrier()
+        barrier.close()
+    return total.item(), decided, late
+
+
+def test_ranks_meet_between_hosts_during_collectives_of_their_group() -> None:
+    first, second = ranks.run(2, _meets, timeout=30)
+    assert first[:2] == second[:2] == (3.0, 5)
+    assert first[2].type == "TimeoutError"
+    assert "a rank of another host did not come" in first[2].text
+
+
 # Exact calls.
 
 
@@ -437,9 +467,11 @@ def test_exact_calls_are_shuffled_alike_on_all_ranks_and_each_has_its_inputs() -
 
 #: Stands for the ranks that verify and decide together, of which there is one.
 ONE_RANK: Any = SimpleNamespace(
+    group=None,
     device=torch.device("cpu"),
     on_gpu=False,
     world=1,
+    operands=lambda problem: Operands(problem, 0, torch.device("cpu")),
     together=lambda action, **_: (action(), ""),
     gather=lambda value: [value],
     proof=lambda call, operands: call,
@@ -449,9 +481,10 @@ ONE_RANK: Any = SimpleNamespace(
 
 @pytest.mark.parametrize(("stale_after", "status"), [(99, "skipped"), (1, "wrong"), (0, "wrong")])
 def test_replays_are_proven_on_inputs_of_their_own(
-    stale_after: int, status: str, monkeypatch: pytest.MonkeyPatch
+    stale_after: int, status: str, monkeypatch: Any
 ) -> None:
-    operands = Operands(_problem(OPERATOR, world=1), 0, torch.device("cpu"))
+    work = ProductWork(Case("", 32, 16, 24, "float32"), ONE_RANK)
+    operands = work.operands
     operands.exact_b()
     result, replays = operands.reference(), []
 
@@ -463,8 +496,7 @@ def test_replays_are_proven_on_inputs_of_their_own(
     monkeypatch.setattr("ficco.tools.bench.products.capture", lambda runner, pool: (replay, result))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     checked = Checked("growing", Runner(operands.reference))
-    verifier = Verifier(ONE_RANK)
-    verifier.graph(checked, operands, None)
+    work.graph(checked, None)
     assert len(replays) == 2 and not torch.equal(*replays)
     assert checked.graph_status == status
     assert (checked.replay is replay) == (status == "skipped")
@@ -636,7 +668,7 @@ def _ways(at: ranks.Rank, folder: Path, which: int, spoilt: tuple[str, ...]) -> 
 
 @pytest.mark.parametrize("which", range(len(WAYS)))
 def test_ways_are_proven_and_timed_and_wrong_ones_are_not(
-    tmp_path: Path, which: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, which: int, capsys: Any
 ) -> None:
     room, _, operator, note = WAYS[which]
     spoilt = ("experts",) if which == 0 else ("all_gather_attention", "ulysses_attention")
@@ -769,9 +801,7 @@ def test_calls_of_float8_have_timelines() -> None:
             assert any("scale" in bar.label for bar in bars) and recipe in str(one.problem)
 
 
-def test_bench_writes_rows_report_and_pictures(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_writes_rows_report_and_pictures(tmp_path: Path, capfd: Any) -> None:
     shapes, out = tmp_path / "tiny.csv", tmp_path / "out"
     shapes.write_text("name,m,n,k,dtype\na,64,16,64,float32\nodd,63,16,64,float32\n")
     words = f"bench --shapes {shapes} --ranks 2 --device cpu --rounds 3 --seconds 600 --json"
@@ -802,13 +832,132 @@ def test_bench_writes_rows_report_and_pictures(
 
 @pytest.mark.parametrize(("seconds", "most", "done"), [(11.9, 100, 5), (10.0, 4, 4), (1.0, 100, 3)])
 def test_rounds_end_before_the_seconds_do(
-    seconds: float, most: int, done: int, monkeypatch: pytest.MonkeyPatch
+    seconds: float, most: int, done: int, monkeypatch: Any
 ) -> None:
     """A round of two items takes two seconds; three are made in any case."""
     clock = _Clock(a=[(1.0, 0.0)], b=[(1.0, 0.0)])
     clock.warm_calls = 1
     monkeypatch.setattr(measure.time, "monotonic", lambda: sum(clock.calls.values()))
     items = [Item("queued", name, Runner(lambda: torch.empty(0))) for name in "ab"]
-    assert rounds(items, clock, ONE_RANK, most, seconds) == done  # type: ignore[arg-type]
+    assert rounds(items, clock, ONE_RANK, most=most, seconds=seconds) == done  # type: ignore
     assert clock.calls == {"a": 1 + done, "b": 1 + done}  # the first call warms up
     assert all(item.times_s == [1.0] * done for item in items)
+
+
+def _benched_over_hosts(at: ranks.Rank, path: Path) -> None:
+    about: Any = {"cases": (Case("a", 256, 16, 32, "float32"),), "device": "cpu", "csv": path}
+    with host_of(at, 2):
+        chosen = choose(["auto", "growing", "uniform-fused-2d"])
+        about |= {"schedules": chosen, "modes": ("idle",), "rounds": 2, "seconds": 30}
+        bench(BenchSettings(subject=SUBJECT, quiet=True, **about))
+
+
+def test_a_bench_over_hosts(tmp_path: Path) -> None:
+    ranks.run(2, _benched_over_hosts, tmp_path / "a.csv")
+    rows = BENCH.read(tmp_path / "a.csv")
+    timed = set(rows["candidate"][rows["status"] == "ok"])
+    assert timed >= {"gemm", "collective", "copies", "pytorch-serial", "serial", "auto"}
+    assert timed >= {"growing", "uniform-fused-2d"} and (rows["status"] != "failed").all()
+    others = rows[rows["candidate"].isin(("pytorch-fused", "pytorch-native"))]
+    why = "not here: it copies through memory that ranks of one host share"
+    assert set(others["note"]) == {why}
+
+
+# Ways of AMD's libraries: when they exist, and what they are asked, on doubles of PyTorch's API.
+
+CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
+VARIABLES = sorted({name for one in COPY_ENGINES.values() for name in one.variables})
+
+
+@pytest.fixture
+def rocm(monkeypatch: Any) -> pytest.MonkeyPatch:
+    """A PyTorch for ROCm whose ranks were started without a variable of RCCL's."""
+    monkeypatch.setattr(torch.version, "hip", "7.15")
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_operators_have_the_collectives_of_their_exchange() -> None:
+    of = {one.name: one.operators for one in table.REFERENCES}
+    kinds = {name: {OPERATORS[one].collective for one in of[name]} for name in COPY_ENGINES}
+    assert kinds == {
+        "rccl-sdma": {"all-gather", "all-to-all"},
+        "rccl-ce-all-reduce": {"all-reduce"},
+    }
+    assert of[PRODUCT] == () and set(COPY_ENGINES) < set(report.SERIALS)
+    without_rocm = {
+        lacking(name, on, True) for name in (*COPY_ENGINES, PRODUCT) for on in (CPU, CARD)
+    }
+    assert without_rocm == {"it needs GPUs and PyTorch for ROCm"}
+
+
+@pytest.mark.parametrize("name", COPY_ENGINES)
+def test_a_collective_says_what_it_lacks(name: str, rocm: pytest.MonkeyPatch) -> None:
+    variables = dict(COPY_ENGINES[name].variables)
+    first, value = variables.popitem()
+    for variable, setting in variables.items():
+        rocm.setenv(variable, setting)
+    for setting in ("", "0"):
+        rocm.setenv(first, setting)
+        text = "RCCL reads its variables once: start all ranks with "
+        assert lacking(name, CARD, True) == f"{text}{first}={value}"
+    rocm.setenv(first, value)
+    assert "one size on all ranks" in lacking(name, CARD, False)
+    assert "has not loaded RCCL" in lacking(name, CARD, True)
+    rocm.setattr(baselines, "_rccl", lambda: SimpleNamespace(ncclAllGather=None))
+    assert "registers no symmetric memory" in lacking(name, CARD, True)
+    rocm.setattr(baselines, "_rccl", lambda: SimpleNamespace(ncclCommWindowRegister=None))
+    assert lacking(name, CARD, True) == ""
+
+
+def test_hipblaslt_is_asked_for_and_left(rocm: pytest.MonkeyPatch) -> None:
+    """PyTorch answers with the library that it takes, which is another one on some GPUs."""
+    backends = torch._C._BlasBackend
+    chosen, offered = [backends.Default], {"hipblaslt": backends.Cublaslt}
+
+    def choose(wanted: Any = None) -> Any:
+        if wanted is not None:
+            chosen.append(offered.get(wanted, wanted))
+        return chosen[-1]
+
+    rocm.setattr(torch.backends.cuda, "preferred_blas_library", choose)
+    assert lacking(PRODUCT, CARD, True) == ""
+    offered["hipblaslt"] = backends.Cublas
+    assert "PyTorch takes" in lacking(PRODUCT, CARD, True)
+    offered["hipblaslt"] = backends.Cublaslt
+    with pytest.raises(ZeroDivisionError), preferred():
+        assert choose() == backends.Cublaslt
+        raise ZeroDivisionError
+    assert choose() == backends.Default
+
+
+def test_memory_is_registered_before_it_is_timed(monkeypatch: Any) -> None:
+    pools: list[Any] = []
+
+    @contextmanager
+    def use(pool: list[str]) -> Iterator[None]:
+        pools.append(pool)
+        yield
+        pools.pop()
+
+    monkeypatch.setattr(gpu, "MemPool", lambda allocator: [allocator])
+    monkeypatch.setattr(gpu, "use_mem_pool", use)
+    monkeypatch.setattr(gpu, "synchronize", lambda: None)
+    seen: list[list[str]] = []
+
+    def register(pool: list[str], symm: bool) -> None:
+        seen.append(list(pool))
+
+    def refuse(pool: list[str], **options: bool) -> None:
+        raise TypeError("incompatible function arguments")
+
+    backend = SimpleNamespace(mem_allocator="RCCL's", register_mem_pool=register)
+    group: Any = SimpleNamespace(_get_backend=lambda device: backend)
+    context = registered(group, CARD, lambda: pools[-1].append("a call"))
+    assert seen == [["RCCL's", "a call"]] and not pools
+    with context():
+        assert pools == [["RCCL's", "a call"]]
+    backend.register_mem_pool = refuse
+    with pytest.raises(NotImplementedError, match="cannot be registered with RCCL: incompatible"):
+        registered(group, CARD, lambda: None)

@@ -48,18 +48,19 @@ from ficco.tools.cli import measure as commands
 SIZED = "--m 64 --n 8 --k 32 --world 4"
 SIZES = SIZED.split()
 ATTENTION = "--sequence 64 --heads 4 --kv-heads 2 --head-size 8 --causal --world 4".split()
+STAGED = f"plan hetero-unfused-1d:pieces=4 {SIZED}"
+ATTENDS = f"plan shard-overlap --operator all_gather_attention {' '.join(ATTENTION)}"
 EXPERTS = "--experts 8 --capacity 4 --k 16 --h 8 --n 16 --world 4".split()
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version(ran: Any) -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'\nversion = "{ficco.__version__}"\n' in project
-    assert cli.run(["--version"]) == 0
-    assert capsys.readouterr().out == f"ficco {ficco.__version__}\n"
+    assert ran("--version").out == f"ficco {ficco.__version__}\n"
 
 
 def test_explain_waits_for_what_it_measures_and_says_what_could_not_be_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: Any, ran: Any
 ) -> None:
     rows = [("growing", "wrong", "3 elements"), ("serial", "skipped", "no memory")]
     limits = []
@@ -70,18 +71,17 @@ def test_explain_waits_for_what_it_measures_and_says_what_could_not_be_measured(
         return BENCH.frame([{"mode": "idle", **dict(zip(names, row))} for row in rows])  # noqa: B905
 
     monkeypatch.setattr("ficco.tools.launch.launch", launched)
-    asked = ["explain", *SIZES, "--measure", "--seconds", "3600"]
-    assert cli.run(asked) == 1 and limits[0] > 3600
-    assert "wrong: growing: 3 elements\nskipped: serial: no mem" in capsys.readouterr().err
+    asked = f"explain {SIZED} --measure --seconds 3600"
+    assert "wrong: growing: 3 elements\nskipped: serial: no mem" in ran(asked, code=1).err
+    assert limits[0] > 3600
     del rows[0]
-    assert cli.run(asked) == 0
+    ran(asked)
     rows[:] = [("", "skipped", "63 rows do not divide by 4 ranks")]
-    assert cli.run(asked) == 2
-    assert "error: --measure: 63 rows do not divide" in capsys.readouterr().err
+    assert "error: --measure: 63 rows do not divide" in ran(asked, code=2).err
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Any, ran: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ficco.tools.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
@@ -89,9 +89,8 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
     file.touch()
     for out, why in ((file, f"{file} (File exists)"), (tmp_path, f"{tmp_path}\n")):
         for command in ("demo", "bench"):
-            assert cli.run([command, "--device", "cpu", "--out", str(out)]) == 2
             said = f"--out: required a folder that can be written to, got {why}"
-            assert said in capsys.readouterr().err
+            assert said in ran(f"{command} --device cpu --out", out, code=2).err
         monkeypatch.setattr(os, "access", lambda *_: False)  # as for a user who is not root
 
 
@@ -101,48 +100,34 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["plan", "hetero-fused-1d:pieces=4", *SIZES], ["compute0", "checked for all 4 ranks"]),
-        (["plan", "growing", "--m", "65", *SIZES[2:]], ["rows=[17, 16, 16, 16]"]),
-        (["explain", "--machine", "h200-4", "--m", "65", *SIZES[2:]], ["rows=[17, 16, 16, 16]"]),
-        (["plan", "auto", *SIZES], ["(model: "]),
-        (["plan", "growing", *SIZES[:-2], "--machine", "h200-2"], ["checked for all 2 ranks"]),
-        (
-            ["plan", "hetero-unfused-1d:pieces=4", *SIZES, "--rows", "30,20,10,4"]
-            + ["--workspace-bytes", "1024"],
-            ["steps at once"],
-        ),
-        (
-            ["plan", "shard-overlap", "--operator", "all_gather_attention", *ATTENTION]
-            + ["--workspace-bytes", "2100", "--rank", "3"],
-            ["2 steps at once"],
-        ),
+        (f"plan hetero-fused-1d:pieces=4 {SIZED}", ["compute0", "checked for all 4 ranks"]),
+        (f"plan growing {SIZED} --m 65", ["rows=[17, 16, 16, 16]"]),
+        (f"explain --machine h200-4 {SIZED} --m 65", ["rows=[17, 16, 16, 16]"]),
+        (f"plan auto {SIZED}", ["(model: "]),
+        ("plan growing --m 64 --n 8 --k 32 --machine h200-2", ["checked for all 2 ranks"]),
+        (f"{STAGED} --rows 30,20,10,4 --workspace-bytes 1024", ["steps at once"]),
+        (f"{ATTENDS} --workspace-bytes 2100 --rank 3", ["2 steps at once"]),
     ],
 )
-def test_what_plans_and_decisions_say(
-    arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(arguments) == 0
-    found = capsys.readouterr().out
+def test_what_plans_and_decisions_say(arguments: str, said: list[str], ran: Any) -> None:
+    found = ran(arguments).out
     assert all(text in found for text in said)
     assert found.count(f"{found.partition('(')[0]}(") == 1
 
 
-def test_plan_as_json_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", "growing", *SIZES, "--rank", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_plan_as_json_and_drawn(tmp_path: Path, ran: Any) -> None:
+    found = json.loads(ran(f"plan growing {SIZED} --rank 2 --json").out)
     assert (found["rank"], found["source"], found["problem"]["n"]) == (2, "caller", 8)
     for operator, of, own in (
         ("all_gather_matmul", "gates", []),
         ("matmul_reduce_scatter", "announces", [[0, 16]]),  # for the sum
     ):
-        assert cli.run(["plan", "tiled", *SIZES, "--operator", operator, "--json"]) == 0
-        steps = json.loads(capsys.readouterr().out)["steps"]
+        steps = json.loads(ran(f"plan tiled {SIZED} --json --operator", operator).out)["steps"]
         (product,) = (step for step in steps if step["op"] == "matmul")
         assert [signal["rows"] for signal in product[of]] == [[16, 32], [32, 48], [48, 64], *own]
     picture, events = tmp_path / "sub" / "plan.png", tmp_path / "plan.json"
-    drawn = ["plan", "growing", *SIZES, "--draw", str(picture), "--trace", str(events)]
-    assert cli.run(drawn) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in capsys.readouterr().err
+    said = ran(f"plan growing {SIZED} --draw", picture, "--trace", events).err
+    assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in said
     traced = json.loads(events.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in traced if "args" in event}
     assert {"growing rank 3", "compute0", "copy0"} <= names
@@ -291,18 +276,15 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
     [(f"{command} {more}", said) for command, rows in REFUSED.items() for more, said in rows],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    arguments: str, said: str, tmp_path: Path, monkeypatch: Any, ran: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.run(arguments.split()) == 2
-    text = capsys.readouterr().err.strip()
+    text = ran(arguments, code=2).err.strip()
     assert said in text and "usage" not in text and text.count("error:") == 1
     assert "error:" in text.splitlines()[-1] and not [*tmp_path.iterdir()]
 
 
-def test_an_error_names_an_option_by_its_type_not_by_its_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_names_an_option_by_its_type_not_by_its_text(monkeypatch: Any, ran: Any) -> None:
     for error, said in (
         (InvalidArgument("world", "required fewer"), "error: --world: required fewer\n"),
         (InvalidArgument("ranks", "required fewer"), "error: ranks: required fewer\n"),
@@ -310,17 +292,12 @@ def test_an_error_names_an_option_by_its_type_not_by_its_text(
     ):
         refuse = mock.Mock(side_effect=pickle.loads(pickle.dumps(error)))
         monkeypatch.setattr("ficco.heuristics.decide", refuse)
-        assert cli.run(["explain", *SIZES]) == 2 and said in capsys.readouterr().err
+        assert said in ran(f"explain {SIZED}", code=2).err
 
 
 @pytest.mark.parametrize("family", cli.FAMILIES)
-def test_the_help_lists_the_sizes_of_a_family(
-    family: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = []
-    for words in ([family], ["--operator", family]):
-        assert cli.run(["explain", *words, "--help"]) == 0
-        texts.append(capsys.readouterr().out)
+def test_the_help_lists_the_sizes_of_a_family(family: str, ran: Any) -> None:
+    texts = [ran(f"explain {words} {family} --help").out for words in ("", "--operator")]
     assert texts[0] == texts[1] and f"sizes of {family}:" in texts[0]
     own = ASKABLE[cli.FAMILIES[family][0]]
     for name in (name for one in ASKABLE.values() for name in one.sizes):
@@ -329,7 +306,7 @@ def test_the_help_lists_the_sizes_of_a_family(
     assert ("--rows" in texts[0]) == (family == "products")
 
 
-def test_the_help_has_every_option_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_has_every_option_and_its_default(ran: Any) -> None:
     (commands,) = (
         action.choices
         for action in cli._parser()._actions
@@ -343,29 +320,26 @@ def test_the_help_has_every_option_and_its_default(capsys: pytest.CaptureFixture
                 if action.default != argparse.SUPPRESS:
                     assert f"default: {action.default}" in action.help, f"{name} {action.dest}"
     for name in ("plan", "explain", "simulate"):
-        assert cli.run([name, "--help"]) == 0
-        _, _, text = capsys.readouterr().out.partition("  --dtype NAME ")
+        _, _, text = ran(f"{name} --help").out.partition("  --dtype NAME ")
         listed = re.split(r"[,;]?\s+", text.partition("(default")[0])
         assert {"bfloat16", *SCALED, *CAST_KINDS} <= {*listed}
     for name in ("bfloat16", *SCALED, *CAST_KINDS):
         assert operands_of(name)[0] in (name, "float8_e4m3fn", "float8_e4m3fnuz")
 
 
-def test_plot_draws_every_kind_of_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_draws_every_kind_of_csv(tmp_path: Path, ran: Any) -> None:
     results = Path(__file__).parents[2] / "docs" / "results"
     for name in ("layers-h200-4", "losses-h200-2", "simulated/mi300x-8"):
         picture = tmp_path / f"{Path(name).name}.png"
-        assert cli.run(["plot", str(results / f"{name}.csv"), "--out", str(picture)]) == 0
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        assert capsys.readouterr().err == f"wrote {picture}\n"
+        said = ran("plot", results / f"{name}.csv", "--out", picture).err
+        assert picture.read_bytes().startswith(b"\x89PNG") and said == f"wrote {picture}\n"
     failed = tmp_path / "failed.csv"
     row = {"case": "x", "candidate": "serial", "world": 2, "hosts": 1, "m": 0, "n": 0, "k": 0}
     append(failed, SIMULATED.frame([row]))
-    assert cli.run(["plot", str(failed)]) == 2
-    assert "required a row with a figure, got none" in capsys.readouterr().err
+    assert "required a row with a figure, got none" in ran("plot", failed, code=2).err
     failed.write_text("a,b\n1,2\n")
-    assert cli.run(["plot", str(failed)]) == 2
-    assert "required the columns of a CSV of bench, replay or simulate" in capsys.readouterr().err
+    said = "required the columns of a CSV of bench, replay or simulate"
+    assert said in ran("plot", failed, code=2).err
 
 
 # Operators other than products.
@@ -379,12 +353,10 @@ OTHERS = {
 
 @pytest.mark.parametrize("command", ["plan growing", "explain", "simulate"])
 def test_tables_fit_into_a_terminal_and_are_explained(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, monkeypatch: Any, ran: Any
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    sizes = "--m 8192 --n 3584 --k 4096 --machine h200-4".split()
-    assert cli.run([*command.split(), *sizes]) == 0
-    text = capsys.readouterr().out
+    text = ran(f"{command} --m 8192 --n 3584 --k 4096 --machine h200-4").out
     assert max(map(len, text.splitlines())) <= 100
     meanings = {"plan": "2.0>1 its copy to rank 1", "explain": "\nCIL ", "simulate": "\nideal "}
     assert meanings[command.split()[0]] in text
@@ -392,11 +364,10 @@ def test_tables_fit_into_a_terminal_and_are_explained(
 
 @pytest.mark.parametrize("operator", OTHERS)
 def test_attention_and_experts_are_planned_simulated_and_explained(
-    operator: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    operator: str, ran: Any, tmp_path: Path
 ) -> None:
     def said(*command: str, on: tuple[str, ...] = ("--machine", "h200-4")) -> str:
-        assert cli.run([command[0], operator, *command[1:], *OTHERS[operator], *on]) == 0
-        return capsys.readouterr().out
+        return ran(command[0], operator, *command[1:], *OTHERS[operator], *on).out
 
     picture, lines = tmp_path / "picture.svg", tmp_path / "lines.json"
     text = said("plan", "serial", "--rank", "1", "--draw", str(picture))
@@ -463,13 +434,12 @@ def test_cases_of_a_bench_of_attention_and_experts() -> None:
 
 
 def test_doctor_says_what_is_here_and_what_so_many_ranks_would_use(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Any, monkeypatch: Any, ran: Any
 ) -> None:
     said = {}
     for number in (None, 1, 2):
-        options = [] if number is None else ["--ranks", str(number)]
-        assert cli.run(["doctor", "--device", "cpu", "--json", *options]) == 0
-        found = json.loads(capsys.readouterr().out)
+        options = () if number is None else ("--ranks", number)
+        found = json.loads(ran("doctor --device cpu --json", *options).out)
         said[number] = found["use"]["schedule='auto'"]
         call = {"ranks": number, "engine": "cpu", "result": "right on every rank"}
         assert found.get("call") == (call if number else None)
@@ -489,11 +459,11 @@ def test_doctor_says_what_is_here_and_what_so_many_ranks_would_use(
     assert "float8 products" in shown and "partial_signals" not in shown
     assert found["extra"] == dict.fromkeys(cli.EXTRA, "installed")
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert cli.run(["doctor", "--device", "cpu"]) == 0
-    assert "rich        rich: required, and not installed; `pip install" in capsys.readouterr().out
+    said = "rich        rich: required, and not installed; `pip install"
+    assert said in ran("doctor --device cpu").out
 
 
-def test_doctor_survives_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_survives_what_is_broken(monkeypatch: Any) -> None:
     def broken(*_: object) -> None:
         raise OSError("no such driver")
 
@@ -541,7 +511,7 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
     assert f"auto takes {schedule} for all_gather_matmul (" in text
 
 
-def test_the_demo_takes_gpus_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_takes_gpus_where_there_are_any(monkeypatch: Any) -> None:
     taken = []
     monkeypatch.setattr("ficco.tools.launch.default_device", lambda: "cuda")
     monkeypatch.setattr("ficco.tools.launch.launch", lambda *args, **how: taken.append((args, how)))

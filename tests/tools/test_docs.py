@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_all_gather_matmul import end_of, start_ranks
@@ -79,9 +80,7 @@ CHANGED = (
 
 
 @pytest.mark.parametrize(("name", "page", "text"), CHANGED)
-def test_a_changed_page(
-    name: str, page: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_page(name: str, page: str, text: str, tmp_path: Path, monkeypatch: Any) -> None:
     docs = tmp_path / "docs"
     (docs / "api").mkdir(parents=True)
     for one in (*check.DOCS.iterdir(), *(check.DOCS / "api").iterdir()):

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -65,9 +66,7 @@ def test_the_store_is_reached_from_this_machine_only() -> None:
     assert launch(_listeners, 2) == ["0100007F"]
 
 
-def test_ranks_that_do_not_end_are_waited_for_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_do_not_end_are_waited_for_together(tmp_path: Path, monkeypatch: Any) -> None:
     began = []
 
     def collect(*_: object) -> None:
@@ -114,7 +113,7 @@ def test_launch_says_which_rank_failed_and_how(
     assert time.monotonic() - began < 30
 
 
-def test_ranks_are_what_a_whole_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_what_a_whole_launcher_says(monkeypatch: Any) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert (check_ranks(None, "cuda"), check_ranks(None, "cpu")) == (2, 4)
     with pytest.raises(ValueError, match="at most 2"):

@@ -110,7 +110,7 @@ def test_the_best_schedule_is_chosen_by_the_ratio_that_is_shown() -> None:
     assert list(found) == ["growing"]
 
 
-def test_tables_for_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_for_a_terminal(capsys: Any) -> None:
     rows = _rows()
     report.show_shape(rows[rows["case"] == "8192x7168x8192"])
     text = capsys.readouterr().out
@@ -206,9 +206,7 @@ def test_auto_is_held_against_what_it_compares(tmp_path: Path) -> None:
         regret.main([str(tmp_path / "other.csv")])
 
 
-def test_pictures_have_a_bar_for_auto_and_break_into_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_have_a_bar_for_auto_and_break_into_rows(tmp_path: Path, monkeypatch: Any) -> None:
     figures: list[Any] = []
 
     @contextmanager

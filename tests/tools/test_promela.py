@@ -28,7 +28,6 @@ from ficco.schedules.attention import attention_plans
 from ficco.schedules.experts import expert_plans
 from ficco.schedules.heads import heads_plans
 from ficco.schedules.tiled import Gathering, gathering
-from ficco.tools import cli
 from ficco.tools.promela import promela
 
 Plans = Sequence[Plan]
@@ -220,16 +219,11 @@ def test_spin_finds_the_faults_that_the_proof_finds(what: str, tmp_path: Path) -
     assert error and re.search(said, error), error
 
 
-def test_the_command_writes_a_model_for_spin(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sizes = ["--m", "32", "--n", "24", "--k", "32", "--world", "2", "--promela"]
+def test_the_command_writes_a_model_for_spin(tmp_path: Path, ran: Any) -> None:
+    plan, path = "plan growing --m 32 --n 24 --k 32 --world 2 --promela", tmp_path / "new" / "m.pml"
     model = promela(made("growing", two(PROBLEM)))
-    assert cli.run(["plan", "growing", *sizes, "-"]) == 0
-    assert capsys.readouterr().out == model
-    assert cli.run(["plan", "growing", *sizes, str(tmp_path / "new" / "model.pml")]) == 0
-    assert (tmp_path / "new" / "model.pml").read_text() == model
-    assert "checked for all 2 ranks" in capsys.readouterr().out
+    assert ran(plan, "-").out == model
+    assert "checked for all 2 ranks" in ran(plan, path).out and path.read_text() == model
 
 
 def test_plans_that_spin_cannot_run_are_refused() -> None:

@@ -13,14 +13,12 @@ import torch
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+def script(monkeypatch: Any) -> Any:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "environments"))
     return importlib.import_module("rocjitsu")
 
 
-def test_it_says_what_is_missing(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_what_is_missing(script: Any, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     """In a container without an emulator, and inside one that is a stand-in: a command that starts
     what follows ``--``."""
     command, config = tmp_path / "rocjitsu", tmp_path / "config.json"
@@ -50,9 +48,7 @@ def test_it_says_what_is_missing(
         assert said in lacking and bool(said) == bool(lacking)
 
 
-def test_parts_run_and_failures_count(
-    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_run_and_failures_count(script: Any, monkeypatch: Any, capsys: Any) -> None:
     """Two checks and two operators, on CPUs."""
     import subjects
 

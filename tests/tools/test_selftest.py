@@ -65,7 +65,7 @@ def _broken(breaks: Callable[[], None], fn: Callable[..., Any], *args: Any) -> A
 
 
 def results(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
     breaks: Callable[[], None],
     only: Sequence[str] = (),
     settings: SelftestSettings = FAST,
@@ -116,17 +116,14 @@ def _doctor_in_process(command: list[str], **options: Any) -> Any:
     return SimpleNamespace(stdout=printed.getvalue())
 
 
-def test_it_passes_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_passes_here(tmp_path: Path, monkeypatch: Any, ran: Any) -> None:
     monkeypatch.setattr(selftest.run, "CHECKS", halved(0))
     monkeypatch.setattr(SelftestSettings, "of", lambda device: FAST)
     monkeypatch.setenv("GPU_MAX_HW_QUEUES", "4")
     monkeypatch.chdir(tmp_path)
     processes = SimpleNamespace(run=_doctor_in_process, SubprocessError=subprocess.SubprocessError)
     monkeypatch.setattr(selftest.run, "subprocess", processes)
-    assert cli.run(["doctor", "--selftest", "--device", "cpu", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ran("doctor --selftest --device cpu --json").out)
     assert found["ranks"] == 2 and found["failed"] == 0
     verdicts = {result["check"]: result["verdict"] for result in found["results"]}
     assert list(verdicts) == [check.name for check in selftest.run.CHECKS]
@@ -140,7 +137,7 @@ def test_it_passes_here(
     assert torch.__version__ in text
 
 
-def test_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank(monkeypatch: Any) -> None:
     monkeypatch.setattr(selftest.run, "CHECKS", halved(1))
     run = selftest.run.selftest("cpu", 1, FAST)
     assert run.failed == 0, run.results
@@ -168,7 +165,7 @@ def _wrong_columns_and_posts() -> None:
     cpu._move, cpu.CpuEngine.post = wrong_move, no_post  # type: ignore[method-assign]
 
 
-def test_wrong_columns_and_lost_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_columns_and_lost_signals(monkeypatch: Any) -> None:
     only = ["memory", "signals, first", "order", "2D", "schedule sh", "schedule growing"]
     found = results(monkeypatch, _wrong_columns_and_posts, [*only, "timeouts"])
     places = {"memory of peers", "2D copies", "2D copies of every size", "order of copy and signal"}
@@ -199,7 +196,7 @@ def _short_sums_a_slow_pair_and_no_kernels() -> None:
     )
 
 
-def test_short_sums_a_slow_pair_and_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_sums_a_slow_pair_and_no_kernels(monkeypatch: Any) -> None:
     only = ["operator all_to_all_m", "operator matmul_reduce_scatter", "operator matmul_all_reduce"]
     only += ["copies by kernel", "bandwidth of pairs"]
     found = results(monkeypatch, _short_sums_a_slow_pair_and_no_kernels, only)
@@ -265,7 +262,7 @@ FAILING: dict[str, tuple[Callable[[], None], dict[str, float], str, str]] = {
 
 
 @pytest.mark.parametrize("how", FAILING)
-def test_a_rank_that_fails(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails(how: str, monkeypatch: Any) -> None:
     """Its check fails, and no other one before or after."""
     breaks, settings, check, said = FAILING[how]
     only = ["schedule serial:collective", "copies by kernel", "bandwidth of all"]
@@ -274,19 +271,17 @@ def test_a_rank_that_fails(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_tells_of_ranks_that_do_not_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: Any, tmp_path: Path, ran: Any
 ) -> None:
     found = results(monkeypatch, os.abort, ["memory", "timeouts"])
     untried = {name for name, result in found.items() if result.verdict == "not tried"}
     assert failed(found) == {"start of ranks"} and untried == {"memory of peers", "timeouts"}
     assert "SIGABRT" in found["start of ranks"].seen
-    capsys.readouterr()
     monkeypatch.setattr(selftest.run, "about", dict)
     monkeypatch.setattr(SelftestSettings, "of", lambda device: FAST)
     out = tmp_path / "report.md"
-    arguments = ["doctor", "--selftest", "--device", "cpu", "--ranks", "2", "--report", str(out)]
-    assert cli.run(arguments) == 1
-    printed = " ".join(capsys.readouterr().out.split())
+    said = ran("doctor --selftest --device cpu --ranks 2 --report", out, code=1).out
+    printed = " ".join(said.split())
     assert "memory of peers" in printed and "1 failed, 2 not tried" in printed
     assert "report.md and" in printed and "## start of ranks: failed" in out.read_text()
 
@@ -309,7 +304,7 @@ class _Alone(Rank):
         return [mine]
 
 
-def _checked(kernels: Kernels | TorchKernels, monkeypatch: pytest.MonkeyPatch) -> str:
+def _checked(kernels: Kernels | TorchKernels, monkeypatch: Any) -> str:
     """What the check of kernels has seen, or finds wrong."""
     monkeypatch.setattr(probe, "own_kernels", lambda device: (kernels, None))
     at = _Alone(0, 1, torch.device("cpu"), FAST, None)
@@ -341,7 +336,7 @@ WRONG_SUMS: list[tuple[Callable[..., Any], list[str], str]] = [
 ]
 
 
-def test_operations_of_pytorch_in_place_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_of_pytorch_in_place_of_kernels(monkeypatch: Any) -> None:
     right = _checked(TorchKernels(), monkeypatch)
     assert right.startswith("placement and sums exact, by PyTorch's operations; ")
     assert "posts and waits are not there" in right
@@ -356,7 +351,7 @@ def test_operations_of_pytorch_in_place_of_kernels(monkeypatch: pytest.MonkeyPat
 host_kernels = test_kernels.on_host
 
 
-def test_compiled_kernels(host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_kernels(host_kernels: Kernels, monkeypatch: Any) -> None:
     launches, right, together = host_kernels.binding.launches, host_kernels.copies, []
 
     def copies(*args: Any, **more: Any) -> None:
@@ -455,7 +450,7 @@ WRONG_KERNELS: list[tuple[dict[str, Callable[..., Any]], dict[str, int]]] = [
 
 @pytest.mark.parametrize("turn", range(len(WRONG_KERNELS)))
 def test_compiled_kernels_that_are_broken(
-    turn: int, host_kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    turn: int, host_kernels: Kernels, monkeypatch: Any
 ) -> None:
     """Each is found, and nothing else is said to be wrong but for what follows from it."""
     wrong, said = WRONG_KERNELS[turn]
@@ -472,13 +467,10 @@ def test_compiled_kernels_that_are_broken(
     assert len(found.splitlines()) == len(said) + sum(said.values()), found
 
 
-def test_ranks_of_torchrun_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_of_torchrun_are_refused(monkeypatch: Any, ran: Any) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
-    assert cli.run(["doctor", "--selftest", "--device", "cpu"]) == 2
-    assert "without torchrun" in capsys.readouterr().err
+    assert "without torchrun" in ran("doctor --selftest --device cpu", code=2).err
 
 
 # The HIP engine on a double of its library.
@@ -497,7 +489,7 @@ def _on_the_double(
 
 
 def on_the_double(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
     only: Sequence[str],
     breaks: Callable[[], None] | None = None,
     ranks: int = 2,
@@ -529,7 +521,7 @@ def _tells_how_it_is_timed() -> None:
 COLUMNS = ("columns by hipMemcpy2DAsync;", "by packing or ficco's kernel, for want of a 2D copy")
 
 
-def test_it_passes_through_the_hip_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_passes_through_the_hip_engine(monkeypatch: Any) -> None:
     # Every check, of schedules and operators one each: tests/test_hip.py runs them all.
     only = [check.name for check in (*selftest.run.CHECKS, *selftest.run.WAYS["hip"])]
     each = {"schedule growing", "operator matmul_reduce_scatter"}
@@ -575,7 +567,7 @@ def _no_copies_to_peers() -> None:
     hip_api.copy = lambda dst, src, nbytes, stream: nbytes == 4 or right(dst, src, nbytes, stream)
 
 
-def test_what_a_card_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_card_does_not_have(monkeypatch: Any) -> None:
     """Each kind of memory and each attribute by itself, where no engine can be made either; memory
     of two kinds stays as it was."""
     settings = {"SIGNAL_IPC": 0, "WAIT": 0}
@@ -588,7 +580,7 @@ def test_what_a_card_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[waits].seen == "0 on ranks [0, 1]" and "kernel" in found[waits].instead
 
 
-def test_calls_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_are_refused(monkeypatch: Any) -> None:
     """Columns without a 2D copy are exact, but packed columns are not what was to be checked."""
     only = ["2D copies", "FICCO_HIP=copy=peer", "FICCO_HIP=copy=dtod, "]
     settings = {"FAIL": "hipMemcpyPeerAsync:801:1:1000000", "2D": 0}
@@ -612,7 +604,7 @@ def _batches_of_small_copies_pay() -> None:
     selftest.checks.gb_per_s = rate
 
 
-def test_batches_are_timed_for_the_machine_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_timed_for_the_machine_file(monkeypatch: Any) -> None:
     only, breaks = ["batches", "FICCO_HIP=copy=batch"], _batches_of_small_copies_pay
     found = on_the_double(monkeypatch, only, breaks, ranks=3, VERSION=71526333)
     assert found["FICCO_HIP=copy=batch"].verdict == "ok"
@@ -658,7 +650,7 @@ def _breaks_copies(how: str, machine: str = "") -> None:
 
 
 def reported(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
     only: Sequence[str],
     breaks: Callable[[], None],
     **settings: Any,
@@ -691,9 +683,7 @@ def limited(found: dict[str, CheckResult], report: dict[str, Any], said: str) ->
 @pytest.mark.parametrize(
     ("how", "limit_s"), [("crash", 30.0), pytest.param("hang", 8.0, marks=pytest.mark.slow)]
 )
-def test_copies_of_more_than_a_limit(
-    how: str, limit_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_more_than_a_limit(how: str, limit_s: float, monkeypatch: Any) -> None:
     """The report has the limit, and the checks behind it are tried."""
     only = ["device", "copies of every", "sharing of plain"]
     found, report = reported(monkeypatch, only, partial(_breaks_copies, how), limit_s=limit_s)
@@ -701,7 +691,7 @@ def test_copies_of_more_than_a_limit(
     assert ("exit code 7" in found["copies of every size"].seen) == (how == "crash")
 
 
-def test_copies_that_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_copy_nothing(monkeypatch: Any) -> None:
     """Of one kind, from the first size on: no limit helps."""
     only = ["copies of every", "FICCO_HIP=copy=nocu", "FICCO_HIP=copy=dtod, "]
     found, report = reported(monkeypatch, only, partial(_breaks_copies, "nocu"))
@@ -763,7 +753,7 @@ def _copies_behind_the_signal() -> None:
     hip_api.copy = copy
 
 
-def test_signals_before_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_before_their_copies(monkeypatch: Any) -> None:
     only = ["order of", "attribute"]
     found, report = reported(monkeypatch, only, _copies_behind_the_signal)
     assert "wrong elements" in found["order of copy and signal"].seen
@@ -772,7 +762,7 @@ def test_signals_before_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| refuted |" in line and "order of copy and signal: " in line
 
 
-def test_a_doctor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_doctor_that_hangs(monkeypatch: Any) -> None:
     """The report lacks its part alone."""
 
     def hangs(command: list[str], **options: Any) -> Any:
@@ -786,7 +776,7 @@ def test_a_doctor_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_report_is_read_back_and_limits_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Any, ran: Any
 ) -> None:
     breaks = partial(_breaks_copies, "short")
     only = ["device", "copies of every", "figures", "sharing of", "attribute"]
@@ -794,11 +784,9 @@ def test_a_report_is_read_back_and_limits_copies(
     limited(found, report, "1 of 262145 words of rank")
     path = tmp_path / "mi300x.json"
     path.write_text(json.dumps(report))
-    capsys.readouterr()
-    assert cli.run(["doctor", "--read", str(path.with_suffix(".md"))]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ran("doctor --read", path.with_suffix(".md")).out.splitlines()
     verdicts = {line.split(" | ")[0][2:]: line.split(" | ")[1] for line in lines[2:]}
-    assert list(verdicts) == [claim.text for claim in probe.CLAIMS["hip"]]
+    assert list(verdicts) == [*probe.CLAIMS["hip"]]
     assert verdicts["processes can share signal memory"] == "proven"
     assert verdicts["float8 GEMMs are correct"] == "not tried"
     assert sum(verdict == "refuted" for verdict in verdicts.values()) == 1
@@ -838,9 +826,7 @@ def _ends_in_a_step() -> None:
     run.MEASURES["memory"] = lambda site: os._exit(7)
 
 
-def test_figures_of_steps_before_a_crash_and_times_of_shapes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_figures_of_steps_before_a_crash_and_times_of_shapes(monkeypatch: Any) -> None:
     settings = {"figures": ("copies", "memory"), "shapes": "cpu", "shape_seconds": 0.0}
     only = ["figures", "timeouts", "time of"]
     found, report = reported(monkeypatch, only, _ends_in_a_step, **settings)
@@ -856,18 +842,18 @@ def test_figures_of_steps_before_a_crash_and_times_of_shapes(
 
 
 def _stands_still_in_a_shape() -> None:
-    right = selftest.run.call_times
+    right = selftest.checks.call_times
 
     def times(at: Any, group: Any, schedules: Any, sizes: Any, *rest: Any, **how: Any) -> Any:
         if sizes[1] == 128:
             time.sleep(1000)
         return right(at, group, schedules, sizes, *rest, **how)
 
-    selftest.run.call_times = times
+    selftest.checks.call_times = times
 
 
 @pytest.mark.slow
-def test_times_of_shapes_besides_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_shapes_besides_one_that_hangs(monkeypatch: Any) -> None:
     settings = {"shapes": "cpu", "shape_seconds": 0.0, "limit_s": 8.0}
     found, report = reported(monkeypatch, ["time of"], _stands_still_in_a_shape, **settings)
     assert failed(found) == {"time of 512x128x256"}
@@ -889,18 +875,18 @@ def known_rows() -> list[str]:
 
 
 def test_the_page_has_the_claims_of_the_selftest() -> None:
-    names, claimed = known_rows(), probe.CLAIMS["hip"]
-    lines = [
-        "| claim | depends on | rows of the self-test | if it is refuted |",
-        "|---|---|---|---|",
-    ]
-    for claim in claimed:
-        rows = [f"`{row}`" if row in names else f"`{row} ..`" for row in claim.rows] or ["none"]
-        lines.append(f"| {claim.text} | {claim.why} | {', '.join(rows)} | {claim.advice} |")
+    """Every claim with its rows; what it depends on, and the remedy, are on the page alone."""
+    names = known_rows()
+    claims = {claim: rows.split(", ") for claim, rows in probe.CLAIMS["hip"].items()}
+    wanted = {
+        claim: ", ".join(f"`{row}`" if row in names else f"`{row} ..`" for row in rows)
+        for claim, rows in claims.items()
+    } | {claim: "none" for claim, rows in claims.items() if rows == [""]}
     page = (Path(__file__).parents[2] / "docs/api/amd-claims.md").read_text()
-    table = "\n".join(lines)
-    assert table in page, f"docs/api/amd-claims.md needs this table:\n{table}"
-    prefixes = [row for claim in claimed for row in claim.rows]
+    _, _, *table = [line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("|")]
+    assert {claim: rows for claim, _, rows, _ in table} == wanted
+    assert all(why and advice for _, why, _, advice in table)
+    prefixes = [row for rows in claims.values() for row in rows if row]
     assert not [one for one in prefixes if not any(name.startswith(one) for name in names)]
     assert not [name for name in names if not name.startswith(tuple(prefixes))]
 
@@ -920,8 +906,8 @@ def test_hosts_that_cannot_run(
     there: Sequence[str],
     said: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
+    ran: Any,
 ) -> None:
     for name in there:
         (tmp_path / name).touch()
@@ -937,16 +923,13 @@ def test_hosts_that_cannot_run(
         return
     monkeypatch.setattr(selftest.run, "about", lambda: {"obstacle": obstacle})
     monkeypatch.chdir(tmp_path)
-    assert cli.run(["doctor", "--selftest"]) == 2  # before a rank is started
-    assert said in capsys.readouterr().err
+    assert said in ran("doctor --selftest", code=2).err  # before a rank is started
     if "hip" not in builds:
         monkeypatch.setattr(doctor.gpu, "is_available", lambda: True)  # of NVIDIA, beside AMD's
         assert doctor.obstacle() == ""
 
 
-def test_a_driver_without_peer_access_and_no_runtime(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_without_peer_access_and_no_runtime(tmp_path: Path, monkeypatch: Any) -> None:
     kfd = tmp_path / "kfd"
     kfd.touch()
     for settings, words in (
@@ -994,7 +977,7 @@ class _OfMany(_Alone):
         return self.known
 
 
-def test_lanes_that_run_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_that_run_one_behind_the_other(monkeypatch: Any) -> None:
     """Four of seven links are filled: that is not what seven lanes are for."""
     speed, rates = selftest.checks, {"shard-overlap": 40.0}
     monkeypatch.setattr(speed, "gb_per_s", lambda at, group, name, peers: rates[name])

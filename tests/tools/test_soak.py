@@ -8,14 +8,13 @@ from itertools import count
 from typing import Any
 from unittest import mock
 
-import pytest
 import soak
 from ranks import Rank
 
 from ficco.dma.cpu import CpuEngine
 
 
-def test_calls_are_right(capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_are_right(capsys: Any) -> None:
     assert soak.main(["--calls", "100", "--seed", "3"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("seed 3, ranks [2], cpu\n")
@@ -36,7 +35,7 @@ def loses_copies(at: Rank, given: soak.Round) -> Counter[str]:
         return soak.of_rank(at, given)
 
 
-def test_a_lost_copy_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_copy_is_seen(capsys: Any) -> None:
     assert soak.main(["--calls", "200", "--seed", "11", "--first", "4"], loses_copies) == 1
     printed = capsys.readouterr().out
     assert "FAILED with seed 11 after 0 calls" in printed
@@ -55,7 +54,7 @@ def stays(at: Rank, given: soak.Round) -> Counter[str]:
         return soak.of_rank(at, given)
 
 
-def test_a_rank_that_does_not_go_on_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_does_not_go_on_is_ended(capsys: Any) -> None:
     assert soak.main(["--calls", "50", "--seed", "5"], stays) == 1
     printed = capsys.readouterr().out
     assert "FAILED with seed 5 after 0 calls" in printed

@@ -13,15 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from test_hosts import host_of
 
 import ficco
-import ficco.tools.cli
 from ficco.dma.cpu import CpuEngine
 from ficco.errors import ConfigError
 from ficco.heuristics import decide, problem_of_sizes
@@ -29,6 +30,7 @@ from ficco.machine import SCALED_PRODUCTS, Machine, Provenance, configs, files, 
 from ficco.ops import problem_log
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plan
+from ficco.tools import cli
 from ficco.tools.bench import measure
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.measure import Runner
@@ -143,6 +145,21 @@ def test_a_power_limit_is_found_where_it_was_put(burst: float, sustained: float)
         assert found.cold(5.0) == fits.COLD.cold(5.0) == 5.0
 
 
+def test_rows_of_messages_tell_latency_and_rate() -> None:
+    times = [
+        fits.CopyTime(size, count, 3e-4 + count * (5e-5 + size / 2e9))
+        for size in (1 << 14, 1 << 18, 1 << 22)
+        for count in (1, 4)
+    ]
+    assert fits.messages(times) == pytest.approx((5e-5, 2e9))
+    one = fits.CopyTime(1024, 1, 1e-3)
+    with pytest.raises(ValueError, match="two sizes and rows of two lengths"):
+        fits.messages([one, fits.CopyTime(2048, 1, 1e-3)])
+    shrinking = [fits.CopyTime(size, n, n * 1e-3 / size) for size in (1, 4) for n in (1, 4)]
+    with pytest.raises(ValueError, match="grow with their bytes"):
+        fits.messages(shrinking)
+
+
 # What is measured.
 
 
@@ -206,7 +223,7 @@ def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: Site) -
     made_up.effort = replace(made_up.effort, gemms=short)
     for sustained, least, most in ((0.81, 0.99, 1.01), (0.6, 0.0, 1 / 1.25)):
         made_up.machine = replace(made_up.machine, gemm=replace(TRUTH, sustained=sustained))
-        *points, row = tuning._gemm(made_up)
+        *points, row = tuning._gemm(made_up, "gemm", made_up.machine.gemm)
         assert row.subject == "64 of 4096 x 4096 x 8192 in a row" and least < row.ratio < most
         assert [point.ratio for point in points] == pytest.approx([1.0] * 4)
 
@@ -237,7 +254,7 @@ def test_attention_is_measured_cold_and_beside_the_products(
     assert dict(found.shares) == pytest.approx(dict(shares))
     assert dict(found.backward or ()) == pytest.approx(dict(back["backward"]))
     made_up.machine = replace(made_up.machine, attention=found)
-    points = {p.subject: p.ratio for p in tuning._attention(made_up)}
+    points = {p.subject: p.ratio for p in tuning._attention(made_up, "attention", found)}
     assert points == dict.fromkeys(points, pytest.approx(1)) and len(points) > 1
 
 
@@ -284,11 +301,7 @@ def machine_file(path: Path, **changes: Any) -> Machine:
     return made
 
 
-def cli(*arguments: object) -> int:
-    return ficco.tools.cli.run([str(argument) for argument in arguments])
-
-
-def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, capsys: Any) -> None:
+def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, ran: Any) -> None:
     four, half = tmp_path / "four.yaml", tmp_path / "half.yaml"
     machine_file(four, ranks=4)
     whole = four.read_bytes()
@@ -299,8 +312,7 @@ def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, capsys
         (half, "--quick", "--fresh keeps this file as half.yaml.damaged"),
         (tmp_path / "none.yaml", "--check", "required a machine's file, got none at"),
     ):
-        assert cli("tune", "--ranks", 2, "--device", "cpu", "--out", path, option) == 2
-        assert said in capsys.readouterr().err
+        assert said in ran("tune --ranks 2 --device cpu --out", path, option, code=2).err
     assert (four.read_bytes(), half.read_bytes()) == (whole, whole[:300])
     found = opened(half, HERE, fresh=True)
     assert (found.name, found.ranks) == ("half", 2)
@@ -308,7 +320,7 @@ def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, capsys
 
 
 def test_a_new_file_begins_with_what_ships_and_other_things_are_left_alone(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ran: Any, monkeypatch: Any
 ) -> None:
     for named in ("h200-4", "nothing"):  # whatever the environment names
         monkeypatch.setenv("FICCO_MACHINE", named)
@@ -316,11 +328,11 @@ def test_a_new_file_begins_with_what_ships_and_other_things_are_left_alone(
         assert (found.name, found.gemm) == ("mine", load(configs() / "h200-2.yaml").gemm)
     folder = tmp_path / "mine"
     (folder / "inside").mkdir(parents=True)
-    base = ("tune", "--ranks", 2, "--device", "cpu", "--quick", "--out")
+    base = "tune --ranks 2 --device cpu --quick --out"
     for path, what in ((folder, "a folder"), (Path("/dev/null"), "something else")):
         for more in ((), ("--fresh",)):
-            assert cli(*base, path, *more) == 2
-            assert f"{path}: file: required a file, got {what}" in capsys.readouterr().err
+            said = ran(base, path, *more, code=2).err
+            assert f"{path}: file: required a file, got {what}" in said
     assert sorted(tmp_path.rglob("*")) == [folder, folder / "inside"]
 
 
@@ -329,9 +341,6 @@ def test_a_damaged_journal_is_none(tmp_path: Path) -> None:
     for text in ("", "[]", '{"settings": 1}', "null"):
         Journal.path(path).write_text(text)
         assert Journal.read(path) is None
-    for _ in range(2):
-        Journal.remove(path)
-        assert not list(tmp_path.iterdir())
 
 
 def test_tune_says_for_which_shapes_auto_takes_another_schedule(tmp_path: Path) -> None:
@@ -560,13 +569,13 @@ def test_gpus_are_measured(tmp_path: Path) -> None:
 
 def test_on_the_command_line_a_falsified_file_does_not_hold(tmp_path: Path, capfd: Any) -> None:
     path = tmp_path / "new" / "m.yaml"
-    base = ("tune", "--ranks", 2, "--device", "cpu", "--quick", "--out", path)
-    assert cli(*base, "--only", "memory") == 0
+    base = f"tune --ranks 2 --device cpu --quick --out {path}"
+    assert cli.run(f"{base} --only memory".split()) == 0
     said = capfd.readouterr().err
     assert f"wrote {path}" in said and said.endswith(f"use it with FICCO_MACHINE={path}\n")
     found = load(path)
     save(replace(found, memory=replace(found.memory, bandwidth=1e4)), path)
-    assert cli(*base, "--check", "--tolerance", 30) == 1
+    assert cli.run(f"{base} --check --tolerance 30".split()) == 1
     said = capfd.readouterr().out
     assert "1 of 1 points are off" in said
     again = f"ficco tune --ranks 2 --device cpu --out {path} --only memory"
@@ -574,9 +583,7 @@ def test_on_the_command_line_a_falsified_file_does_not_hold(tmp_path: Path, capf
 
 
 @pytest.mark.parametrize("crowded", [True, False])
-def test_copies_are_checked_by_what_their_block_holds(
-    crowded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_are_checked_by_what_their_block_holds(crowded: bool, monkeypatch: Any) -> None:
     """On crowded cores that is the bytes' time alone; what a call takes besides is in the host."""
     call, rate = 500e-6, 3e9
 
@@ -589,7 +596,7 @@ def test_copies_are_checked_by_what_their_block_holds(
     copies = model.Copies(1, 0.0 if crowded else call, 0.0, curve, SOURCE)
     machine = Machine("m", "cpu", 4, copies=copies)
     site: Any = SimpleNamespace(effort=QUICK, machine=machine, crowded=crowded, world=4)
-    ratios = [point.ratio for point in tuning._copies(site)]
+    ratios = [point.ratio for point in tuning._copies(site, "copies", copies)]
     assert ratios == pytest.approx([1.0] * 2, rel=1e-3)
     # A point holds within the tolerance on either side.
     for both, holds in (((1.25, 1.0), True), ((1.0, 1.26), False), ((1.26, 1.0), False)):
@@ -666,7 +673,7 @@ def test_a_run_says_once_what_each_problem_takes() -> None:
         assert ", for the gradient of a_shard of all_gather_matmul: " in second and not warned
 
 
-def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, capsys: Any) -> None:
+def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, ran: Any) -> None:
     log, path = tmp_path / "log", tmp_path / "m.yaml"
     ranks.run(2, call_and_log, str(log))
     scaled = problem_of_sizes("all_gather_matmul", 64, 32, 48, "fp8-row", 2)
@@ -686,17 +693,14 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, cap
     ]
     assert read == scaled and problem_log.read(log, 3) == []
 
-    explain = ("explain", "--from-log", log, "--machine", "h200-2")
-    assert cli(*explain) == 0
-    lines = capsys.readouterr().out.splitlines()
+    explain = f"explain --from-log {log} --machine h200-2"
+    lines = ran(explain).out.splitlines()
     assert len(lines) == 8 and lines[0].startswith("all_gather_matmul(m=8 (4 x 2 ranks), n=8, ")
     assert all(" on h200-2" in line for line in lines)
-    assert cli(*explain, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ran(f"{explain} --json").out)
     assert [line.split(": ")[1].split(" ")[0] for line in lines] == [o["schedule"] for o in found]
-    for wrong, why in ((("--m", 4), "--m: required without --from-log"), (("--world", 5), "none")):
-        assert cli(*explain, *wrong) == 2
-        assert why in capsys.readouterr().err
+    for wrong, why in (("--m 4", "--m: required without --from-log"), ("--world 5", "none")):
+        assert why in ran(f"{explain} {wrong}", code=2).err
 
     machine_file(path)
     some = (problems[4], scaled)
@@ -767,3 +771,42 @@ def test_a_log_that_cannot_be_written_does_no_harm(tmp_path: Path, name: str) ->
     with pytest.warns(UserWarning, match="problems are not logged"):
         problem_log.note(f"{tmp_path}/{name}", problem, 0)
     problem_log.note(f"{tmp_path}/{name}", problem, 0)  # warned of once
+
+
+# Groups on several hosts.
+
+
+def _tuned(at: ranks.Rank, path: Path, only: tuple[str, ...], hosts: int) -> Any:
+    """A tuning run, in which messages of one rank and of all take latencies and rates that do not
+    depend on the pace of this machine."""
+    fitted = mock.patch.object(fits, "messages", side_effect=[(1e-4, 2e9), (2e-4, 1e9)])
+    with host_of(at, hosts), fitted as messages:
+        outcome = tuning.tune(
+            tuning.TuneSettings(path, "cpu", quick=True, only=only, fresh=True, command="tests")
+        )
+    rows = [one for call in messages.call_args_list for one in call.args[0]]
+    assert all(one.seconds > 0 for one in rows)
+    sizes = {(one.nbytes, one.count) for one in rows}
+    return outcome.error, outcome.failures, outcome.done, len(sizes)
+
+
+def test_the_network_of_two_hosts_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    for error, failures, done, rows in ranks.run(4, _tuned, path, ("network",), 2):
+        assert not error and not failures and done == ["network"] and rows >= 4
+    machine = load(path)
+    network = machine.network
+    assert machine.ranks == 2 and network is not None
+    assert (network.bandwidth, network.latency, network.sharing) == (2e9, 1e-4, 2)
+    assert network.provenance.source == "fitted"
+    assert "2 hosts, gloo" in network.provenance.note
+
+
+@pytest.mark.parametrize(("only", "hosts"), [(("network",), 1), (("gemm",), 2), ((), 2)])
+def test_steps_of_one_host_and_of_several_are_told_apart(
+    tmp_path: Path, only: tuple[str, ...], hosts: int
+) -> None:
+    path = tmp_path / "none.yaml"
+    for error, _, done, _ in ranks.run(2, _tuned, path, only, hosts):
+        assert "those of several hosts that one alone" in error and not done
+    assert not path.exists()

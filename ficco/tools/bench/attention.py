@@ -84,12 +84,8 @@ def exact_operands(
         return whole.expand(problem.batch, heads, -1, problem.size).contiguous()
 
     q, k = codes(at // 2, problem.heads), codes(at, problem.kv_heads)
-    return AttentionOperands(
-        q.contiguous(),
-        k.contiguous(),
-        values(at, problem.kv_heads),
-        values(at // 2, problem.heads),
-    )
+    v, wanted = values(at, problem.kv_heads), values(at // 2, problem.heads)
+    return AttentionOperands(q.contiguous(), k.contiguous(), v, wanted)
 
 
 # By collectives.
@@ -97,23 +93,12 @@ def exact_operands(
 
 def attended(heads: Heads, rectangles: Sequence[Rectangle], scale: float) -> list[Part]:
     """Results of the library's kernels, a part for each rectangle."""
-    q, k, v = heads
-    return [
-        Part(
-            one.q,
-            one.q_stop,
-            *attention(
-                Heads(
-                    q[:, :, one.q : one.q_stop],
-                    k[:, :, one.k : one.k_stop],
-                    v[:, :, one.k : one.k_stop],
-                ),
-                one,
-                scale,
-            ),
-        )
-        for one in rectangles
-    ]
+    (q, k, v), parts = heads, []
+    for one in rectangles:
+        rows, keys = slice(one.q, one.q_stop), slice(one.k, one.k_stop)
+        own = Heads(q[:, :, rows], k[:, :, keys], v[:, :, keys])
+        parts.append(Part(one.q, one.q_stop, *attention(own, one, scale)))
+    return parts
 
 
 def gather(problem: AttentionProblem, operands: AttentionOperands, group: ProcessGroup) -> Any:
@@ -291,13 +276,11 @@ class AttentionData(Workload):
         return exact_operands(self.base, self.watch.rank, seed, self.watch.device)
 
     def _random(self, seed: int) -> AttentionOperands:
-        base, watch = self.base, self.watch
-        generator = torch.Generator(watch.device)
-        generator.manual_seed(seed * watch.world + watch.rank)
+        base, generator = self.base, self.generator(seed)
 
         def normal(heads: int) -> torch.Tensor:
             shape, dtype = (base.batch, heads, base.rows, base.size), getattr(torch, base.dtype)
-            return torch.empty(shape, dtype=dtype, device=watch.device).normal_(generator=generator)
+            return torch.empty(shape, dtype=dtype, device=self.device).normal_(generator=generator)
 
         q, k, v = normal(base.heads), normal(base.kv_heads), normal(base.kv_heads)
         return AttentionOperands(q, k, v, q)
@@ -321,11 +304,10 @@ class AttentionData(Workload):
         def by_collective() -> torch.Tensor:
             return gather_then_attend(base, self.operands, group, self.scale, self._merge())
 
-        def by_pytorch() -> torch.Tensor:
+        def by_pytorch() -> Any:
             how: Any = {"is_causal": base.causal, "scale": self.scale}
             how["enable_gqa"] = base.heads != base.kv_heads
-            result: torch.Tensor = F.scaled_dot_product_attention(*self.operands[:3], **how)
-            return result
+            return F.scaled_dot_product_attention(*self.operands[:3], **how)
 
         lacks = "" if self.watch.on_gpu else "PyTorch has it on GPUs only"
         pytorch = {
@@ -344,11 +326,10 @@ class AttentionData(Workload):
             **pytorch,
         }
 
-    def _merge(self) -> Merge:
+    def _merge(self) -> Any:
         """The merge of ficco's engine, as in ficco's calls."""
         engine = workspace_of(self.watch.group, self.watch.device).engine
-        own: Merge = getattr(engine, "merge", merge)
-        return own
+        return getattr(engine, "merge", merge)
 
     def _by_heads(self) -> dict[str, Variant]:
         base, group = self.base, self.watch.group
@@ -389,13 +370,12 @@ class AttentionData(Workload):
         kv = like.new_empty(2, base.batch, keys, base.length, base.size).normal_()
         return lambda: attended(Heads(q, kv[0], kv[1]), rectangles, base.size**-0.5)
 
-    def _by_ficco(self, schedule: str) -> torch.Tensor:
+    def _by_ficco(self, schedule: str) -> Any:
         how: Any = {"causal": self.case.causal, "scale": self.scale, "schedule": schedule}
         if self.case.operator == GATHERS:
             how["placement"] = self.case.placement
         operator: Any = getattr(ficco, self.case.operator)
-        result: torch.Tensor = operator(*self.operands[:3], group=self.watch.group, **how)
-        return result
+        return operator(*self.operands[:3], group=self.watch.group, **how)
 
     def others(self, call: Callable[[], Any]) -> float:
         with profile(activities=[ProfilerActivity.CUDA]) as seen:

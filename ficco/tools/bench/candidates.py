@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -67,8 +68,15 @@ class BenchCandidate:
         return self.ours and self.schedule != "auto" and Schedule.parse(self.schedule).compute > 1
 
 
+#: Stands for the schedules that ``auto`` compares; ``candidates=3`` for three of them.
+COMPARED = BenchCandidate("candidates", "compared")
+
+
 def parse(name: str) -> BenchCandidate:
-    """A ficco candidate from its name: ``shard-overlap:pull@symmetric``, ``growing@stages=2``."""
+    """A ficco candidate from its name: ``shard-overlap:pull@symmetric``, ``growing@stages=2``; or
+    the one that stands for several, ``candidates`` or ``candidates=3``."""
+    if re.fullmatch(r"candidates(=0*[1-9]\d*)?", name):
+        return replace(COMPARED, name=name)
     schedule, *marks = name.split("@")
     if schedule != "auto":
         schedule = str(Schedule.parse(schedule))
@@ -83,6 +91,9 @@ def parse(name: str) -> BenchCandidate:
     return BenchCandidate(name, "ficco", schedule, "symmetric" in marks, stages)
 
 
+#: The schedule whose copies are timed by themselves.
+COPIED_BY = "shard-overlap"
+
 #: PyTorch's sums of products in symmetric memory, by candidate.
 SHOTS = {
     "pytorch-one-shot": "one_shot_all_reduce",
@@ -93,7 +104,7 @@ SHOTS = {
 REFERENCES = (
     BenchCandidate("gemm", "gemm"),
     BenchCandidate("collective", "collective"),
-    BenchCandidate("copies", "copies", "shard-overlap"),
+    BenchCandidate("copies", "copies"),
     BenchCandidate("pytorch-serial", "serial-collective"),
     BenchCandidate("pytorch-pieces", "pieces", operators=(OPERATOR,)),
     BenchCandidate("pytorch-fused", "pytorch", operators=(OPERATOR, "matmul_reduce_scatter")),
@@ -116,9 +127,6 @@ REFERENCES = (
 #: Copies by kernel are compared where they are this small at most. Larger ones were nowhere faster
 #: than those by the copy engine (2 H200, 12 of the unseen shapes, 2026-11-21, commit 7a76eddfe07e).
 KERNEL_BYTES = 4 << 20
-
-#: Stands for the schedules that ``auto`` compares; ``candidates=3`` for three of them.
-COMPARED = BenchCandidate("candidates", "compared")
 
 #: Kinds of candidates that a replay has.
 REPLAYED = ("gemm", "ficco", COMPARED.kind)
@@ -151,18 +159,10 @@ def choose(
     """
     ours = tuple(one for one in SCHEDULES if device != "cpu" or not one.several_lanes)
     if names is not None:
-        ours = tuple(_stands_for(name) or parse(name) for name in names)
+        ours = tuple(map(parse, names))
     references = [one for one in REFERENCES if one.name not in without]
     references.append(parse("serial"))  # it is a reference, too
     return tuple(dict.fromkeys((*references, *ours)))
-
-
-def _stands_for(name: str) -> BenchCandidate | None:
-    """The candidate of a name that stands for several schedules; None if the name is of one."""
-    head, equals, most = name.partition("=")
-    if head != COMPARED.name or (equals and not (most.isdecimal() and int(most))):
-        return None
-    return replace(COMPARED, name=name)
 
 
 def of_problem(
@@ -267,44 +267,37 @@ QUACK_TILINGS = (
 def unavailable(candidate: BenchCandidate, operands: Operands, hosts: int = 1) -> str:
     """Reason why a candidate does not exist for a shape, device and number of hosts; empty if it
     exists."""
-    scaling = operands.problem.scaling
-    if hosts > 1 and candidate.kind in (
-        "pytorch",
-        "pytorch-native",
-        "quack",
-        "copy-engines",
-        *SHOTS,
-    ):
+    problem, kind = operands.problem, candidate.kind
+    scaling, on_gpu = problem.scaling, operands.device.type == "cuda"
+    if hosts > 1 and kind in ("pytorch", "pytorch-native", "quack", "copy-engines", *SHOTS):
         return "it copies through memory that ranks of one host share"
-    if candidate.kind in ("copy-engines", "product-by"):
-        return baselines.lacking(candidate.name, operands.device, operands.problem.equal)
-    if candidate.kind == "pieces" and scaling:
+    if kind in ("copy-engines", "product-by"):
+        return baselines.lacking(candidate.name, operands.device, problem.equal)
+    if kind == "pieces" and scaling:
         return "PyTorch has no batched product of float8"
-    if candidate.kind in ("pytorch", "pytorch-native", *SHOTS):
-        if operands.device.type != "cuda":
+    if kind in ("pytorch", "pytorch-native", *SHOTS):
+        if not on_gpu:
             return "PyTorch has it on GPUs only"
         from torch.distributed import _symmetric_memory  # noqa: F401 (it registers the op)
 
-        op = SHOTS.get(candidate.kind) or _fused_name(operands.problem)
-        if not hasattr(torch.ops.symm_mem, op):
+        if not hasattr(torch.ops.symm_mem, SHOTS.get(kind) or _fused_name(problem)):
             return "this PyTorch does not have it"
         if scaling and scaling.recipe == "block":
             return "PyTorch's has no factors of blocks"
-    if candidate.kind in SHOTS and scaling:
+    if kind in SHOTS and scaling:
         return "PyTorch's product of float8 cannot write to symmetric memory here"
-    if candidate.kind == "quack":
-        if operands.device.type != "cuda" or find_spec("quack") is None:
+    if kind == "quack":
+        if not on_gpu or find_spec("quack") is None:
             return "QuACK is not installed (pip install quack-kernels, for NVIDIA GPUs)"
-        if scaling or operands.problem.dtype not in ("bfloat16", "float16"):
+        if scaling or problem.dtype not in ("bfloat16", "float16"):
             return "QuACK's gather with a product is for bfloat16 and float16 here"
-        if not _quack_tilings(operands.problem):
+        if not _quack_tilings(problem):
             return "QuACK gates shards of whole tiles"
-    if candidate.kind == "pytorch-native":
+    if kind == "pytorch-native":
         if scaling:
             return "PyTorch's native path has no scales"
-        m, world = operands.problem.m, operands.problem.world
         low, high = NATIVE_ROWS
-        if not low < m <= high or m % world**2:
+        if not low < problem.m <= high or problem.m % problem.world**2:
             return f"applies for {low} < m <= {high}"
     return ""
 
@@ -359,18 +352,13 @@ def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str
 
 def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     """The operator's exchange by the vendor's collective: of A, or of a product."""
-    problem, rank = operands.problem, operands.rank
-    sent, received = zip(
-        *((problem.block(rank, peer), problem.block(peer, rank)) for peer in range(problem.world)),
-        strict=True,
-    )
+    problem, rank, ranks = operands.problem, operands.rank, range(operands.problem.world)
+    sent = [problem.block(rank, peer) for peer in ranks]
+    received = [problem.block(peer, rank) for peer in ranks]
 
     def move(rows: torch.Tensor) -> torch.Tensor:
         if rows.is_floating_point() and rows.element_size() == 1:  # not every library knows float8
             return move(rows.view(torch.uint8)).view(rows.dtype)
-        return moved_by(rows)
-
-    def moved_by(rows: torch.Tensor) -> torch.Tensor:
         collective = problem.kind.collective
         if collective == "all-reduce":
             dist.all_reduce(rows, group=group)
@@ -378,7 +366,7 @@ def exchange(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor]
         arriving = {"all-gather": problem.m, "all-to-all": sum(received)}
         moved = rows.new_empty(arriving.get(collective, problem.rows[rank]), rows.shape[1])
         if collective == "all-to-all":
-            dist.all_to_all_single(moved, rows, list(received), list(sent), group=group)
+            dist.all_to_all_single(moved, rows, received, sent, group=group)
         else:
             (all_gather if collective == "all-gather" else reduce_scatter)(moved, rows, group=group)
         return moved
@@ -409,8 +397,8 @@ def _collective(candidate: BenchCandidate, operands: Operands, group: ProcessGro
 
 
 def _copies(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
-    """Only the copies of a schedule: calls with a B of no columns, whose products are empty."""
-    problem, rank, schedule = operands.problem, operands.rank, candidate.schedule
+    """Only the copies of a call: calls with a B of no columns, whose products are empty."""
+    problem, rank, schedule = operands.problem, operands.rank, COPIED_BY
     moved: list[tuple[Problem, torch.Tensor, torch.Tensor]] = []
     for one in movements(problem):
         a = operands.a_LK
@@ -428,7 +416,7 @@ def _copies(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) 
         gathered = partial(call, *moved[0], group, schedule, return_gathered=True, **scales)
         return Runner(run, "whole", proof=lambda: gathered()[1])
     # The proof makes the same copies with products, which show whether rows arrive.
-    return Runner(run, proof=_ficco(candidate, operands, group).run)
+    return Runner(run, proof=caller(operands, group, schedule))
 
 
 def _serial_collective(
@@ -518,10 +506,9 @@ def _shot(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) ->
     product = _symmetric_memory.empty((problem.m, problem.n), dtype=dtype, device=operands.device)
     _symmetric_memory.rendezvous(product, group)
 
-    def run() -> torch.Tensor:
+    def run() -> Any:
         torch.mm(operands.a_LK, operands.b_KN, out=product)
-        total: torch.Tensor = op(product, "sum", group.group_name)
-        return total
+        return op(product, "sum", group.group_name)
 
     return Runner(run)
 
@@ -530,17 +517,15 @@ def _fused_name(problem: Problem) -> str:
     return FUSED[problem.operator][problem.scaling is not None]
 
 
-def _pytorch_scaled(op: Callable[..., Any], operands: Operands, group: str) -> torch.Tensor:
+def _pytorch_scaled(op: Callable[..., Any], operands: Operands, group: str) -> Any:
     """A call of PyTorch's fused operator for operands with scales."""
     a, b, (of_a, of_b) = operands.a_LK, operands.b_KN, operands.scales.values()
     out_dtype: Any = getattr(torch, operands.problem.out_dtype)
     how: Any = (a, b, of_a, of_b, "sum", 0, 0, group, [len(a), b.shape[1]])
     if operands.problem.kind.scatters:
-        summed: torch.Tensor = op(*how, None, None, out_dtype, False)
-        return summed
+        return op(*how, None, None, out_dtype, False)
     how = (a, [b], of_a, [of_b], 0, group, [None], [None], [out_dtype], [False])
-    product: torch.Tensor = op(*how)[1][0]
-    return product
+    return op(*how)[1][0]
 
 
 def _quack_tilings(problem: Problem) -> list[tuple[int, int, int, int, bool]]:
@@ -621,10 +606,8 @@ def _ficco(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -
 
 def step_bytes(plan: Plan) -> int:
     """Bytes of staging that the largest step of a plan reads."""
-    read = [
-        sum(p.batch * p.a.elements for p in step.products if p.a.buffer == "staging")
-        for step in plan.steps
-    ]
+    staged = [[one for one in s.products if one.a.buffer == "staging"] for s in plan.steps]
+    read = [sum(one.batch * one.a.elements for one in products) for products in staged]
     return max(read, default=0) * plan.buffer["a"].itemsize
 
 

@@ -41,23 +41,6 @@ def option(text: str, default: Any = None, **how: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """Settings of every run that writes rows.
-
-    Attributes:
-        device: ``"cpu"`` or ``"cuda"``.
-        csv: the file that rows are appended to, case by case.
-        command: the command line, for the description of the figures.
-    """
-
-    device: str
-    rounds: int = option("at most so many rounds per shape", 25)
-    seconds: float = option("time for all shapes", 300, type=float)
-    csv: Path
-    command: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Replayed:
     """The rank that is replayed, and when rows of its peers arrive.
 
@@ -78,10 +61,13 @@ class Replayed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSettings(RunSettings):
+class BenchSettings:
     """Settings of a bench.
 
     Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        csv: the file that rows are appended to, case by case.
+        command: the command line, for the description of the figures.
         subject: a :class:`ficco.tools.bench.harness.Subject`.
         cases: cases of the subject.
         schedules: of ficco's variants, empty for those of the subject; candidates of products.
@@ -89,6 +75,11 @@ class BenchSettings(RunSettings):
         replayed: the rank that is replayed; None where all ranks run.
     """
 
+    device: str
+    rounds: int = option("at most so many rounds per shape", 25)
+    seconds: float = option("time for all shapes", 300, type=float)
+    csv: Path
+    command: str = ""
     subject: Any
     cases: tuple[Any, ...]
     modes: tuple[str, ...]
@@ -113,6 +104,7 @@ class Case:
         skip: why it is not measured; empty if it is.
         operator: what is asked for.
         halves: where memory ends, m is halved until it fits.
+        rows: rows of each rank, or the table of an all-to-all; empty: as equal as can be.
     """
 
     name: str
@@ -124,6 +116,7 @@ class Case:
     skip: str = ""
     operator: str = OPERATOR
     halves: bool = False
+    rows: tuple[Any, ...] = ()
 
     def on(self, operator: str) -> Case:
         """The same layer for another operator.
@@ -143,7 +136,8 @@ class Case:
         """The Problem for ``world`` ranks. Rows that do not divide go to the first ranks."""
         from ficco.heuristics import problem_of_sizes
 
-        return problem_of_sizes(self.operator, self.m, self.n, self.k, self.dtype, world)
+        sizes = self.m, self.n, self.k, self.dtype
+        return problem_of_sizes(self.operator, *sizes, world, self.rows or None)
 
     def memory(self, world: int) -> int:
         """Upper bound of the bytes that a measurement needs on one rank.
@@ -188,7 +182,7 @@ class Case:
             self.problem(world)
         except (ValueError, NotImplementedError) as error:  # sizes that float8 operands cannot have
             return str(error)
-        if self.m % world:
+        if self.m % world and not self.rows:
             return f"{self.m} rows do not divide by {world} ranks, as the collective needs"
         need = self.memory(world)
         if need > MEMORY_SHARE * free_bytes:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ficco.simulate.timeline import Timeline
+from ficco.simulate.timeline import Bar, Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,16 +18,12 @@ BLUE, LIGHT, ORANGE, SAND = "#2a5d8f", "#6f9fca", "#e08a1e", "#f0c48a"
 GREEN, PURPLE, GREY, BLACK = "#7a9a3a", "#a05a8a", "#b8b8b8", "#333333"
 
 STYLE = {
-    "font.size": 8,
-    "axes.labelsize": 8,
-    "axes.titlesize": 8,
     "figure.titlesize": 9,
-    "legend.fontsize": 7,
-    "legend.title_fontsize": 7,
+    **dict.fromkeys(("font.size", "axes.labelsize", "axes.titlesize"), 8),
+    **dict.fromkeys(("legend.fontsize", "legend.title_fontsize"), 7),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), 7),
     "lines.linewidth": 1,
     "lines.markersize": 4,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
 }
 
 
@@ -62,14 +58,11 @@ def bars(
         split = {"height_ratios": heights}
         grid = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw=split)[:, 0]
         for axes, (heading, frame) in zip(grid, panels.items(), strict=True):
-            rows, height = range(len(frame)), 0.8 / frame.shape[1]
-            for number, (name, values) in enumerate(frame.items()):
-                places = [row - 0.4 + height * (number + 0.5) for row in rows]
-                colour = (BLUE, LIGHT, ORANGE, SAND)[number % 4]
-                drawn = axes.barh(places, values, height=height, color=colour, label=name)
+            colours = [BLUE, LIGHT, ORANGE, SAND][: frame.shape[1]]
+            frame.plot.barh(ax=axes, width=0.8, color=colours, legend=False, ylabel="")
+            for drawn, values in zip(axes.containers, frame.values.T, strict=True):
                 labels = ["" if value != value else f"{value:.3g}" for value in values]
                 axes.bar_label(drawn, labels, padding=2)
-            axes.set_yticks(rows, frame.index)
             axes.invert_yaxis()
             axes.margins(x=0.12)
             axes.set_title(heading, loc="left")
@@ -82,15 +75,10 @@ def bars(
 
 #: Colours of the kinds of bars; dark, middle and light, for readers who cannot see hues.
 COLOURS = {
-    "matmul": BLUE,
-    "attend": BLUE,
-    "apply": BLUE,
-    "call": BLUE,
-    "copy": ORANGE,
-    "send": ORANGE,
+    **dict.fromkeys(("matmul", "attend", "apply", "call"), BLUE),
+    **dict.fromkeys(("copy", "send"), ORANGE),
     "receive": SAND,
-    "collective": PURPLE,
-    "network": PURPLE,
+    **dict.fromkeys(("collective", "network"), PURPLE),
     "place": GREEN,
     "reduce": "#4f7a5a",
     "wait": "#dddddd",
@@ -124,15 +112,8 @@ def draw(
             for one in timelines
         ]
     lanes = [
-        [
-            (rank, lane)
-            for rank, bars in enumerate(timeline.ranks)
-            for lane in sorted(
-                {bar.lane for bar in bars if bar.kind not in ("sync", "wait")},
-                key=lambda lane: (not lane.startswith("compute"), lane),
-            )
-        ]
-        for timeline in timelines
+        [(rank, lane) for rank, bars in enumerate(one.ranks) for lane in _lanes(bars)]
+        for one in timelines
     ]
     rows = -(-len(timelines) // columns)
     heights = [
@@ -170,6 +151,12 @@ def draw(
             handles=kinds, loc="outside lower center", ncols=max(len(kinds), 1), frameon=False
         )
     return path
+
+
+def _lanes(bars: Iterable[Bar]) -> list[str]:
+    """Lanes of a rank, those that compute first."""
+    lanes = {bar.lane for bar in bars if bar.kind not in ("sync", "wait")}
+    return sorted(lanes, key=lambda lane: (not lane.startswith("compute"), lane))
 
 
 def _draw_one(

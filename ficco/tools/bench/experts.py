@@ -87,11 +87,7 @@ class ExpertData(Workload):
         dtype, each = getattr(torch, case.dtype), case.experts // watch.world
         places = torch.arange(case.experts, device=self.device).view(each, watch.world)
         self.rarity = (places.t().flatten() + 1.0) ** case.skew  # by expert
-        shapes = (
-            (case.tokens, case.k),
-            (each, case.k, 2 * case.inner),
-            (each, case.inner, case.k),
-        )
+        shapes = ((case.tokens, case.k), (each, case.k, 2 * case.inner), (each, case.inner, case.k))
         self.tokens, self.up, self.down = (
             torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes
         )
@@ -112,8 +108,7 @@ class ExpertData(Workload):
     def fill(self, seed: int, exact: bool = False) -> None:
         """Draw normal data and SiLU, or small whole numbers and ReLU, which are exact for all
         variants. Draw routes with the skew of the case. Ranks draw different data."""
-        case, generator = self.case, torch.Generator(self.device)
-        generator.manual_seed(seed * self.group.size() + self.group.rank())
+        case, generator = self.case, self.generator(seed)
         self.activation = "relu" if exact else "silu"
         for tensor, fan in ((self.tokens, 1), (self.up, case.k), (self.down, case.inner)):
             if exact:
@@ -144,19 +139,17 @@ class ExpertData(Workload):
         exact = Variant(partial(by_ficco, self, "auto", exact=True), needs_peers=True)
         return {**parts, **collectives, **ours, "auto, exact rows": exact}
 
-    def between(self, hidden: torch.Tensor) -> torch.Tensor:
+    def between(self, hidden: torch.Tensor) -> Any:
         """The left operand of the second product."""
         gate, up = hidden.chunk(2, -1)
-        active: torch.Tensor = getattr(F, self.activation)(gate) * up
-        return active
+        return getattr(F, self.activation)(gate) * up
 
 
-def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> Any:
     """Grouped products of rows with the matrices of their experts. ``ends``: end row of each
     expert."""
     grouped: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    result: torch.Tensor = grouped(rows, weights, offs=ends)
-    return result
+    return grouped(rows, weights, offs=ends)
 
 
 def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:
@@ -194,9 +187,7 @@ def by_rows(data: ExpertData) -> torch.Tensor:
     case, world, each = data.case, data.group.size(), data.up.shape[0]
     choices = data.indices.reshape(-1)
     order = choices.argsort(stable=True)
-    counts = torch.zeros_like(choices[:0].new_zeros(case.experts)).scatter_add_(
-        0, choices, torch.ones_like(choices)
-    )
+    counts = choices.new_zeros(case.experts).scatter_add_(0, choices, torch.ones_like(choices))
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts, group=data.group)
     by_source = arriving.view(world, each)
@@ -222,17 +213,9 @@ def by_rows(data: ExpertData) -> torch.Tensor:
 def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tensor:
     """Call ficco with blocks of a fixed capacity, or with exact row counts: the host then waits
     for the counts."""
-    return ficco.experts(
-        data.tokens,
-        data.indices,
-        data.weights,
-        data.up,
-        data.down,
-        capacity=None if exact else data.capacity,
-        activation=data.activation,
-        group=data.group,
-        schedule=schedule,
-    )
+    operands = data.tokens, data.indices, data.weights, data.up, data.down
+    how: Any = {"activation": data.activation, "group": data.group, "schedule": schedule}
+    return ficco.experts(*operands, capacity=None if exact else data.capacity, **how)
 
 
 #: The baselines. The first is the reference of the others.

@@ -2,7 +2,8 @@
 frames of text as tables.
 
 A row has the figures of one measurement. A missing figure is NaN, and empty in a file. A JSON file
-next to the CSV file describes the settings and the host of a run.
+next to the CSV file describes the settings and the host of a run. Files that cannot be read, or
+that are of another kind, raise ``ConfigError``.
 """
 
 from __future__ import annotations
@@ -57,25 +58,17 @@ class Schema:
     figure: str = "ms"
 
     def frame(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-        """A frame of rows. Columns that a row does not have get their default.
-
-        Raises:
-            KeyError: a row names a column that is not in the schema.
-        """
+        """A frame of rows. Columns that a row does not have get their default; others raise
+        ``KeyError``."""
         empty = {name: KINDS[kind][1] for name, kind in self.columns.items()}
         filled = [{**empty, **row} for row in rows]
         if unknown := {name for row in filled for name in row} - empty.keys():
             raise KeyError(f"required columns of the schema, got {sorted(unknown)}")
-        return pd.DataFrame(filled, columns=list(empty)).astype(
-            {name: KINDS[kind][0] for name, kind in self.columns.items()}
-        )
+        dtypes = {name: KINDS[kind][0] for name, kind in self.columns.items()}
+        return pd.DataFrame(filled, columns=list(empty)).astype(dtypes)
 
     def read(self, path: Path) -> pd.DataFrame:
-        """The rows of a CSV file.
-
-        Raises:
-            ConfigError: the file cannot be read, or is not of this kind.
-        """
+        """The rows of a CSV file."""
         rows = read_text(path, [name for name in self.columns if name not in self.optional])
         for name, kind in self.columns.items():
             if name in rows:
@@ -104,26 +97,20 @@ def _parsed(path: Path, cells: pd.Series, kind: type) -> pd.Series:
 
 
 def read_text(path: Path, required: Sequence[str] = ()) -> pd.DataFrame:
-    """The cells of a CSV file as text; None where a row ends early.
-
-    Raises:
-        ConfigError: the file cannot be read, is no CSV, or lacks a required column.
-    """
+    """The cells of a CSV file as text; None where a row ends early."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # rows longer than the header
             # The other engine does not tell a row that was cut off from one with empty cells.
-            cells = pd.read_csv(
-                path, dtype=object, keep_default_na=False, index_col=False, engine="python"
-            )
+            how: Any = {"keep_default_na": False, "index_col": False, "engine": "python"}
+            cells = pd.read_csv(path, dtype=object, **how)
     except OSError as error:
         raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
     except (ValueError, pd.errors.ParserWarning) as error:  # also of text that cannot be decoded
         raise ConfigError(str(path), "file", f"required a CSV file: {error}") from None
     if missing := [name for name in required if name not in cells]:
-        header = ", ".join(map(str, cells.columns))
-        required_text = f"required columns {', '.join(missing)}, got {header}"
-        raise ConfigError(str(path), "header", required_text)
+        why = f"required columns {', '.join(missing)}, got {', '.join(map(str, cells.columns))}"
+        raise ConfigError(str(path), "header", why)
     return cells
 
 
@@ -141,10 +128,9 @@ def append(path: Path, rows: pd.DataFrame) -> Path:
     return path
 
 
-def records(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows for JSON; a missing figure is None."""
-    plain: list[dict[str, Any]] = rows.astype(object).where(rows.notna(), None).to_dict("records")
-    return plain
+def records(rows: pd.DataFrame) -> Any:
+    """Rows for JSON, as a list; a missing figure is None."""
+    return rows.astype(object).where(rows.notna(), None).to_dict("records")
 
 
 def _columns(kind: type, names: str) -> dict[str, type]:
@@ -263,41 +249,13 @@ SCHEMAS = (BENCH, REPLAY, LAYERS, EXPERTS, ATTENTION, LOSSES, SIMULATED)
 
 
 def schema_of(path: Path) -> Schema:
-    """The kind of a CSV file, by its header.
-
-    Raises:
-        ConfigError: the file cannot be read, or is of no kind.
-    """
+    """The kind of a CSV file, by its header."""
     columns = {*read_text(path)}
     for schema in SCHEMAS:
         if schema.columns.keys() - schema.optional.keys() <= columns <= schema.columns.keys():
             return schema
     why = "required the columns of a CSV of bench, replay or simulate, got "
     raise ConfigError(str(path), "header", why + ", ".join(columns))
-
-
-def record(
-    settings: Any,
-    schema: Schema,
-    steps: Iterable[Iterable[Mapping[str, Any]]],
-    rank: int,
-    ranks: int,
-    **more: Any,
-) -> pd.DataFrame | None:
-    """Write the rows of each step as it ends, next to a description of the run, without which a
-    figure is worth nothing; all rows on rank 0, None elsewhere.
-
-    ``settings``: :class:`ficco.tools.bench.cases.RunSettings`.
-    """
-    frames, csv = [schema.frame(())], settings.csv
-    if rank == 0:
-        text = json.dumps(describe(settings.device, settings.command, ranks) | more, indent=2)
-        csv.with_suffix(".json").write_text(text + "\n")
-    for rows in steps:
-        frames.append(schema.frame(rows))
-        if rank == 0:
-            append(csv, frames[-1])
-    return pd.concat(frames, ignore_index=True) if rank == 0 else None
 
 
 def describe(device: str, command: str, ranks: int = 1) -> dict[str, Any]:
@@ -410,31 +368,6 @@ def show_meanings(names: Iterable[str]) -> None:
     print(legend(meanings, shutil.get_terminal_size((120, 24)).columns))
 
 
-class Forecast:
-    """Remaining time of a run: the planned seconds of its remaining steps, at the pace of the
-    finished steps.
-
-    Attributes:
-        rest: planned seconds of each remaining step.
-    """
-
-    def __init__(self, planned: Mapping[str, float]) -> None:
-        self.rest = dict(planned)
-        self._planned, self._taken = 0.0, 0.0
-
-    def over(self, step: str, seconds: float | None) -> None:
-        """Finish a step. ``seconds`` is None if its time says nothing about the other steps."""
-        planned = self.rest.pop(step)
-        if seconds is not None:
-            self._planned, self._taken = self._planned + planned, self._taken + seconds
-
-    @property
-    def left(self) -> float:
-        """Expected seconds of the remaining steps."""
-        pace = self._taken / self._planned if self._planned else 1.0
-        return pace * sum(self.rest.values())
-
-
 @contextmanager
 def bar(
     console: Console, title: str, total: float, done: float = 0.0
@@ -446,15 +379,11 @@ def bar(
     """
     if not console.is_terminal:
         console.print(f"{title} ...", markup=False, highlight=False, soft_wrap=True)
-    columns = (
-        TextColumn("{task.fields[title]}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False),
+    title_column, action = (
+        TextColumn(text, markup=False) for text in ("{task.fields[title]}", "{task.description}")
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as shown:
+    columns = title_column, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), action
+    how: Any = {"transient": True, "disable": not console.is_terminal}
+    with Progress(*columns, console=console, **how) as shown:
         task = shown.add_task("", total=total, completed=done, title=title)
         yield lambda now, action: shown.update(task, completed=now, description=action)

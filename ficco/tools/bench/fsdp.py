@@ -5,6 +5,7 @@ copy engines (:func:`ficco.fsdp.use`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,14 +13,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import ficco
 from ficco import fsdp
 from ficco.tools.bench.frames import LAYERS
-from ficco.tools.bench.harness import CHECKS, Subject, Workload
-from ficco.tools.bench.layers import SHOWN, Layer, LayerData, difference, heads
-from ficco.tools.bench.measure import Runner, Stopwatch, peak_bytes
+from ficco.tools.bench.harness import Subject, Workload
+from ficco.tools.bench.layers import SHOWN, Layer, LayerData, heads
+from ficco.tools.bench.measure import Stopwatch
 
 #: Blocks of a stack.
 BLOCKS = 6
@@ -45,21 +47,23 @@ class LlamaBlock(nn.Module):
         self.up, self.gate = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         parts = self.qkv(self.norms[0](x)).split(self.widths, -1)
         q, k, v = (one.unflatten(2, (-1, self.head)).transpose(1, 2) for one in parts)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).flatten(2))
         z = self.norms[1](x)
-        out: torch.Tensor = x + self.down(F.silu(self.gate(z)) * self.up(z))
-        return out
+        return x + self.down(F.silu(self.gate(z)) * self.up(z))
 
 
 class StackWay(NamedTuple):
-    """How collectives travel: what is done to a model after ``fully_shard``. ``schedule`` and
-    ``lacks``: see :class:`ficco.tools.bench.harness.Variant`."""
+    """How collectives travel: what is done to a model after ``fully_shard``. Other fields are as of
+    :class:`ficco.tools.bench.layers.LayerWay`."""
 
     prepare: Callable[[Any], Any]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    calls: tuple[str, ...] = ()
+    kept_bytes: Callable[[ProcessGroup], int] = ficco.memory
     schedule: str = ""
     lacks: str = ""
 
@@ -132,13 +136,10 @@ class StackData(LayerData):
         shape, dtype = (1, case.tokens, case.hidden), getattr(torch, case.dtype)
         self.x = torch.empty(shape, dtype=dtype, device=self.device)
         self.offered = dict(WAYS)
-        self.reference = stack(case, self.device)
 
     def fill(self, seed: int, exact: bool = False) -> None:
         """Normal data of unit variance, other data on every rank."""
-        generator = torch.Generator(self.device)
-        generator.manual_seed(seed * self.watch.world + self.watch.rank)
-        self.x.normal_(generator=generator)
+        self.x.normal_(generator=self.generator(seed))
 
     def run(self, forward: Any) -> torch.Tensor:
         """A step of a model; its loss."""
@@ -152,15 +153,11 @@ class StackData(LayerData):
         loss = self.run(forward)
         return loss, *(weight.grad.to_local().clone() for weight in forward.parameters())
 
-    def prove(self, variant: Any) -> tuple[Runner, tuple[float, int]]:
-        """A model's step, and on this rank its error and the memory that it takes."""
-        model, error, extra = stack(self.case, self.device), 0.0, 0
+    def forward_of(self, variant: Any) -> Any:
+        """The model of a way."""
+        model = stack(self.case, self.device)
         variant.prepare(model)
-        for turn in range(CHECKS):
-            self.fill(turn + 1)
-            error = max(error, difference(self.results(model), self.results(self.reference)))
-            _, extra = peak_bytes(partial(self.run, model), self.device)
-        return Runner(partial(self.run, model)), (error, extra + ficco.memory(self.group))
+        return model
 
 
 HOW = (

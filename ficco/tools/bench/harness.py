@@ -10,6 +10,7 @@ longer of the two parts, and *in turn* their sum.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import defaultdict
@@ -18,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ from rich.console import Console
 from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
-from ficco.dma.engine import Span, fingerprint
+from ficco.dma.engine import fingerprint
 from ficco.errors import FiccoError
 from ficco.heuristics import decide
 from ficco.machine import Machine
@@ -39,12 +41,20 @@ from ficco.problems.specification import AnyProblem
 from ficco.runtime.workspace import timing_steps, workspace_of
 from ficco.simulate import simulate
 from ficco.simulate.timeline import Timeline, assemble, dumps, work
+from ficco.tools.bench import frames
 from ficco.tools.bench.cases import BenchSettings
 from ficco.tools.bench.draw import draw, trace
-from ficco.tools.bench.frames import Schema, bar, cells, markdown, record, show, show_meanings
 from ficco.tools.bench.measure import CALLS_IN_GRAPH, Item, Runner, Stopwatch, Times
 from ficco.tools.bench.replay import replayed_watch
-from ficco.tools.bench.report import IDEAL, MODE_WORDS, about_table, fastest, over, spread
+from ficco.tools.bench.report import (
+    IDEAL,
+    MODE_WORDS,
+    Series,
+    about_table,
+    fastest,
+    over,
+    spread,
+)
 from ficco.tools.launch import local_device
 
 Tick = Callable[[str], None]
@@ -130,6 +140,11 @@ class Workload:
         self.case, self.watch, self.schedules = case, watch, schedules
         self.group, self.device = watch.group, watch.device
 
+    def generator(self, seed: int) -> torch.Generator:
+        """Draws numbers that differ from rank to rank."""
+        own = seed * self.watch.world + self.watch.rank
+        return torch.Generator(self.device).manual_seed(own)
+
     # Overridden by each kind of workload.
 
     @property
@@ -158,12 +173,9 @@ class Workload:
         self, call: Callable[[str], torch.Tensor], usual: Sequence[str]
     ) -> dict[str, Variant]:
         """Variants by ficco, by schedule: the schedules of the bench, or ``usual`` without any."""
+        alone = not self.watch.has_peers
         return {
-            name: Variant(
-                partial(call, name),
-                schedule=name,
-                baseline=name == "serial" and not self.watch.has_peers,
-            )
+            name: Variant(partial(call, name), schedule=name, baseline=alone and name == "serial")
             for name in self.schedules or usual
         }
 
@@ -186,9 +198,13 @@ class Workload:
             checked.append(self._checked(name, variant))
         return checked
 
+    def lacks(self, variant: Any) -> str:
+        """Why a variant cannot run here; empty if it can, and is proven next. Collective."""
+        return str(variant.lacks)
+
     def _checked(self, name: str, variant: Any) -> Checked:
-        if variant.lacks:
-            return Checked(name, status="skipped", note=variant.lacks)
+        if why := self.lacks(variant):
+            return Checked(name, status="skipped", note=why)
         value, why = self.watch.together(partial(self.prove, variant), fatal=FATAL)
         if value is None:
             if not self.watch.has_peers:
@@ -222,7 +238,10 @@ class Workload:
         for one in checked:
             if one.runner is not None and one.schedule:
                 if one.schedule == "auto":
-                    one.columns["took"] = taken_by_auto(self.problem, self.watch)
+                    known = workspace_of(self.group, self.device).known(None)
+                    mode = "queued" if self.watch.on_gpu else "idle"
+                    taken = decide(self.problem, machine=known.machine, mode=mode).schedule
+                    one.columns["took"] = str(taken)
                 if self.watch.on_gpu:
                     one.columns["others"] = max(self.watch.gather(self.others(one.runner.run)))
 
@@ -236,29 +255,22 @@ class Workload:
         """Columns of a timed variant besides its figures."""
         return one.columns
 
-    def figures(
-        self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
-    ) -> pd.DataFrame:
+    def figures(self, times: Series, queued: Series | None) -> pd.DataFrame:
         """Figures of a mode, indexed by variant, as columns of the schema."""
         frame = pd.DataFrame(times)
 
         def chosen(keep: Callable[[Variant], bool]) -> pd.Series | None:
             return fastest(frame, [name for name, one in self.offered.items() if keep(one)])
 
-        computed, moved, baseline = (
-            chosen(lambda one: one.part == COMPUTED),
-            chosen(lambda one: one.part == MOVED),
-            chosen(lambda one: one.baseline),
-        )
+        computed = chosen(lambda one: one.part == COMPUTED)
+        moved = chosen(lambda one: one.part == MOVED)
+        baseline = chosen(lambda one: one.baseline)
         bound = in_turn = None
         if computed is not None and moved is not None:
             bound, in_turn = np.maximum(computed, moved), computed + moved
             frame = frame.assign(**{IDEAL: bound})
-        ratios = {
-            "speedup": over(baseline, frame),
-            "share": over(bound, frame),
-            "in_turn": over(in_turn, frame),
-        }
+        references = {"speedup": baseline, "share": bound, "in_turn": in_turn}
+        ratios = {name: over(reference, frame) for name, reference in references.items()}
         whole = [name for name in frame if name == IDEAL or not self.offered[name].part]
         return spread(frame).join(pd.DataFrame(ratios).loc[whole])
 
@@ -271,13 +283,6 @@ def wrong_ranks(rights: Sequence[bool]) -> str:
     """Ranks whose results are wrong, in words; empty if all are right."""
     wrong = [rank for rank, right in enumerate(rights) if not right]
     return f"wrong result on ranks {wrong}" if wrong else ""
-
-
-def taken_by_auto(problem: AnyProblem, watch: Stopwatch) -> str:
-    """The schedule that ``auto`` takes."""
-    machine = workspace_of(watch.group, watch.device).known(None).machine
-    mode = "queued" if watch.on_gpu else "idle"
-    return str(decide(problem, machine=machine, mode=mode).schedule)
 
 
 #: Columns of a report: heading, column of the rows, factor and format.
@@ -318,7 +323,7 @@ class Subject:
     """
 
     name: str
-    schema: Schema
+    schema: frames.Schema
     work: Callable[[Any, Stopwatch, Sequence[Any]], Workload]
     heads: Callable[[pd.DataFrame], dict[str, pd.Series]] | None = None
     about: str = ""
@@ -336,17 +341,25 @@ def bench(settings: BenchSettings) -> pd.DataFrame | None:
     else:
         # Without a limit: a rank that fails here ends, and brings its peers down.
         watch = Stopwatch(dist.group.WORLD, device, timeout_s=math.inf)
-    more: dict[str, Any] = {"hosts": watch.hosts.count}
-    if "graph" in settings.modes:
-        more["calls_in_graph"] = CALLS_IN_GRAPH
-    if watch.note:
-        more["note"] = watch.note
-    writer = dist.get_rank()  # of the processes that run
-    run = _Bench(settings, watch, Console(stderr=True, quiet=writer != 0))
+    schema, csv, writes = subject.schema, settings.csv, dist.get_rank() == 0
+    run = _Bench(settings, watch, Console(stderr=True, quiet=not writes))
+    if writes:  # without a description a figure is worth nothing
+        about = frames.describe(settings.device, settings.command, watch.world)
+        about |= {"hosts": watch.hosts.count}
+        about |= {"calls_in_graph": CALLS_IN_GRAPH} if "graph" in settings.modes else {}
+        about |= {"note": watch.note} if watch.note else {}
+        csv.with_suffix(".json").write_text(json.dumps(about, indent=2) + "\n")
+    written = [schema.frame(())]
     with torch.set_grad_enabled(subject.gradients):
-        rows = record(settings, subject.schema, run.cases(), writer, watch.world, **more)
+        for number, case in enumerate(settings.cases):
+            written.append(schema.frame(run.case(case, number)))
+            watch.release()
+            if writes:
+                frames.append(csv, written[-1])
+                if subject.show is not None and not settings.quiet:
+                    subject.show(written[-1])
     watch.close()
-    return rows
+    return pd.concat(written, ignore_index=True) if writes else None
 
 
 class _Bench:
@@ -360,22 +373,13 @@ class _Bench:
         if watch.note:
             console.print(watch.note, highlight=False)
 
-    def cases(self) -> Iterator[list[dict[str, Any]]]:
-        """The rows of each case."""
-        shows = self.subject.show if dist.get_rank() == 0 and not self.settings.quiet else None
-        for number, case in enumerate(self.settings.cases):
-            rows = self._case(case, number)
-            self.watch.release()
-            yield rows
-            if shows is not None:
-                shows(self.subject.schema.frame(rows))
-
     def _shape(self, case: Any) -> dict[str, Any]:
         columns = self.subject.schema.columns
         sizes = {name: value for name, value in vars(case).items() if name in columns}
         return {self.subject.schema.case: case.name, "world": self.watch.world, **sizes}
 
-    def _case(self, case: Any, number: int) -> list[dict[str, Any]]:
+    def case(self, case: Any, number: int) -> list[dict[str, Any]]:
+        """The rows of a case."""
         watch, settings, began = self.watch, self.settings, time.monotonic()
         left = self.deadline - began
         if watch.barrier.decide(left < self.preparing):
@@ -402,11 +406,12 @@ class _Bench:
         graph = "graph" in settings.modes
         name = f"{getattr(work.case, 'operator', '')} {work.case.name}".strip()
         title = f"[{number + 1}/{len(settings.cases)}] {name}"
-        with bar(self.console, title, len(work.offered) * (1 + graph) + settings.rounds) as show:
+        steps = len(work.offered) * (1 + graph) + settings.rounds
+        with frames.bar(self.console, title, steps) as progress:
             done_steps = count(1)
 
             def tick(action: str) -> None:
-                show(next(done_steps), action)
+                progress(next(done_steps), action)
 
             checked = work.checked(graph, tick)
             work.fill(settings.seed)
@@ -433,8 +438,11 @@ class _Bench:
                 if one.runner is not None and one.schedule:
                     calls.setdefault(one.schedule, one.runner.run)
             timelines = timelines_of(calls, watch.group, watch.device)
-            if watch.rank == 0:
-                write(timelines, settings.csv)
+            if watch.rank == 0:  # drawn, and written for Perfetto and for ``ficco plot``
+                stem = settings.csv.with_suffix("")
+                draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0])
+                trace(timelines, f"{stem}_trace.json")
+                Path(f"{stem}_timelines.json").write_text(dumps(timelines))
         return [*rows, *work.renamed(rows)]
 
     def _rows(
@@ -480,7 +488,7 @@ def tables(subject: Subject, rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataF
         if "took" in text:
             way = way.where(text["took"] == "", way + " (" + text["took"] + ")")
         figures = {
-            heading: cells(timed[column] * factor, form)
+            heading: frames.cells(timed[column] * factor, form)
             for heading, column, factor, form in subject.shown
         }
         table = pd.DataFrame({**subject.heads(text), "way": way, **figures})
@@ -496,8 +504,8 @@ def show_ways(subject: Subject, rows: pd.DataFrame) -> None:
         print(f"{subject.name}, {mode}: {MODE_WORDS[mode]}")
         for case, ways in table.groupby(words, sort=False):
             print("; ".join(f"{word}: {text}" for word, text in zip(words, case, strict=True)))
-            show("", ways.drop(columns=words), width=100)
-    show_meanings(headings)
+            frames.show("", ways.drop(columns=words), width=100)
+    frames.show_meanings(headings)
     for line in left_out(subject, rows):
         print(f"  {line}")
 
@@ -505,18 +513,19 @@ def show_ways(subject: Subject, rows: pd.DataFrame) -> None:
 def left_out(subject: Subject, rows: pd.DataFrame) -> list[str]:
     """Lines for ways without figures."""
     missing = rows.loc[rows["note"] != "", ["way", subject.schema.case, "status", "note"]]
-    lines = missing.itertuples(index=False)
-    texts = [
-        f"{way or 'all ways'} of {case}: {status}: {note}" for way, case, status, note in lines
-    ]
-    return list(dict.fromkeys(texts))
+    lines = (
+        f"{way or 'all ways'} of {case}: {status}: {note}"
+        for way, case, status, note in missing.itertuples(index=False)
+    )
+    return list(dict.fromkeys(lines))
 
 
 def report(subject: Subject, rows: pd.DataFrame, about: dict[str, Any], name: str) -> str:
     """The rows as Markdown."""
     parts = [f"# {name}", about_table(about), f"{subject.about} {subject.how}".strip()]
     for mode, table in tables(subject, rows):
-        parts += [f"## {mode.capitalize()}: {MODE_WORDS[mode]}", markdown(list(table), table)]
+        heading = f"## {mode.capitalize()}: {MODE_WORDS[mode]}"
+        parts += [heading, frames.markdown(list(table), table)]
     if missing := left_out(subject, rows):
         parts += ["## Not measured", "\n".join(f"- {line}" for line in missing)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -541,6 +550,7 @@ def timelines_of(
     differ in what waited for what. Collective; the result is the same on every rank.
     """
     timelines: list[Timeline] = []
+    start = attrgetter("start")
     for name, call in calls.items():
         with suppress(NotImplementedError), timing_steps() as seen:
             call()  # first use is slow
@@ -557,31 +567,15 @@ def timelines_of(
             dist.all_gather_object(everyone, bare_plan, group=group)
             plans = [plan for plan, _ in everyone]
             here = fingerprint(device, group.size()).accelerator
-            spans = [spans for _, spans in everyone]
-            real = measured(f"{name}: measured", plans, spans, f"measured on {here}")
+            ranks = [
+                [(plan.steps[one.step], one.start, one.stop) for one in sorted(spans, key=start)]
+                for plan, spans in everyone
+            ]
+            real = assemble(f"{name}: measured", plans, ranks, f"measured on {here}")
             title, source = f"{name}: planned", f"planned at the rates measured on {here}"
             machine = machine_of(plans, real)
             timelines += [simulate(plans, machine, title=title, source=source), real]
     return timelines
-
-
-def write(timelines: Sequence[Timeline], csv: Path) -> None:
-    """Draw timelines next to a CSV file, and write them for Perfetto and for ``ficco plot``."""
-    stem = csv.with_suffix("")
-    draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0])
-    trace(timelines, f"{stem}_trace.json")
-    Path(f"{stem}_timelines.json").write_text(dumps(timelines))
-
-
-def measured(
-    title: str, plans: Sequence[Plan], spans: Sequence[Sequence[Span]], source: str = "measured"
-) -> Timeline:
-    """The Timeline of a timed call: a Plan and its Spans for every rank."""
-    ranks = [
-        [(plan.steps[one.step], one.start, one.stop) for one in sorted(mine, key=lambda s: s.start)]
-        for plan, mine in zip(plans, spans, strict=True)
-    ]
-    return assemble(title, plans, ranks, source)
 
 
 def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:
@@ -602,9 +596,7 @@ def machine_of(plans: Sequence[Plan], timeline: Timeline) -> Machine:
     done["place"] = 2 * done["place"] + done["reduce"]  # read and written
     spent["place"] += spent["reduce"]
 
-    rates = [
-        done[kind] / spent[kind] if done[kind] and spent[kind] else UNSEEN
-        for kind in ("matmul", "copy", "place")
-    ]
+    kinds = ("matmul", "copy", "place")
+    rates = [done[one] / spent[one] if done[one] and spent[one] else UNSEEN for one in kinds]
     # A mesh: copies to one peer come one after the other, so that none share a link.
     return flat(*rates, ranks=len(plans), kind="mesh", source="measured")

@@ -8,17 +8,13 @@ in the product.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
-from ficco.accelerator import gpu
 from ficco.compute.scaled import dequantized, multiply_scaled
 from ficco.problems.products import Problem
 from ficco.problems.scaling import ALL, Recipe, factor_count
@@ -262,24 +258,6 @@ class ExactCall(NamedTuple):
     name: str
     wrong: torch.Tensor
     figure: float
-
-
-def seconds(group: ProcessGroup, device: torch.device) -> Measure:
-    """Times calls by the host's clock, each begun by all ranks together and waited for."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            gpu.synchronize()
-
-    def measure(call: Call) -> tuple[torch.Tensor, float]:
-        wait()
-        dist.barrier(group)
-        start = time.perf_counter()
-        result = call()
-        wait()
-        return result, time.perf_counter() - start
-
-    return measure
 
 
 def wrong_elements(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

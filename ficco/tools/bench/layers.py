@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import pandas as pd
@@ -34,7 +34,7 @@ from ficco.tools.bench.measure import (
     pytorch_workspace_bytes,
     reduce_scatter,
 )
-from ficco.tools.bench.report import fastest, over, spread
+from ficco.tools.bench.report import Series, fastest, over, spread
 
 #: From this rank's x, columns and rows of the weights to its part of the result.
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -195,7 +195,7 @@ class LayerWay:
     schedule: str = ""
     lacks: str = ""
 
-    def forward(self, layer: Layer, group: ProcessGroup) -> Forward:
+    def forward(self, layer: Layer, group: ProcessGroup) -> Any:
         eager = self.make(layer, group)
         if self.compiler is None:
             return eager
@@ -205,8 +205,7 @@ class LayerWay:
                 raise NotImplementedError(f"PyTorch has {', '.join(self.compiler)} on GPUs only")
             # Shows that it works, without a C++ compiler.
             how = {"backend": "aot_eager"}
-        compiled: Forward = torch.compile(eager, fullgraph=True, **how)
-        return compiled
+        return torch.compile(eager, fullgraph=True, **how)
 
 
 #: Ways to compute a step. The first is the reference of the others.
@@ -262,8 +261,7 @@ class LayerData(Workload):
     @torch.no_grad()
     def fill(self, seed: int, exact: bool = False) -> None:
         """Normal data of unit variance, other data on every rank."""
-        generator = torch.Generator(self.device)
-        generator.manual_seed(seed * self.watch.world + self.watch.rank)
+        generator = self.generator(seed)
         for tensor in (*self.operands, self.grad):
             tensor.normal_(generator=generator)
         _, first, second = self.operands
@@ -284,13 +282,21 @@ class LayerData(Workload):
         grads = [tensor.grad for tensor in self.operands]
         return result.detach(), *(grad for grad in grads if grad is not None)
 
-    def prove(self, variant: LayerWay) -> tuple[Runner, tuple[float, int]]:
+    def forward_of(self, variant: Any) -> Any:
+        """The forward pass of a way."""
+        return variant.forward(self.case, self.group)
+
+    @cached_property
+    def reference(self) -> Any:
+        """The forward pass of the first way."""
+        return self.forward_of(next(iter(self.offered.values())))
+
+    def prove(self, variant: Any) -> tuple[Runner, tuple[float, int]]:
         """A way's step, and on this rank its error and the memory that it takes."""
-        reference = WAYS[COLLECTIVES[0]].forward(self.case, self.group)
-        forward, error, extra = variant.forward(self.case, self.group), 0.0, 0
+        forward, error, extra = self.forward_of(variant), 0.0, 0
         for turn in range(CHECKS):
             self.fill(turn + 1)
-            wanted = self.results(reference)
+            wanted = self.results(self.reference)
             with variant.context():
                 error = max(error, difference(self.results(forward), wanted))
                 del wanted
@@ -307,9 +313,7 @@ class LayerData(Workload):
         extra_bytes = float(extra) if self.watch.on_gpu else math.nan
         return "", {"error": error, "extra_bytes": extra_bytes}
 
-    def figures(
-        self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
-    ) -> pd.DataFrame:
+    def figures(self, times: Series, queued: Series | None) -> pd.DataFrame:
         frame = pd.DataFrame(times)
         return spread(frame).assign(
             speedup=over(fastest(frame, COLLECTIVES), frame),

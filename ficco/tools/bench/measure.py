@@ -303,8 +303,9 @@ def rounds(
     items: list[Item],
     clock: HostClock | DeviceClock,
     barrier: Barrier,
-    most: int,
+    *,
     seconds: float,
+    most: int = 25,
     least: int = 3,
     seed: int = 0,
     tick: Callable[[str], None] = lambda action: None,
@@ -439,29 +440,20 @@ class Stopwatch:
         self.clock = (DeviceClock if self.on_gpu else HostClock)(group, self.barrier)
 
     def time(
-        self,
-        calls: Mapping[str, Call | Runner],
-        *,
-        seconds: float,
-        most: int = 25,
-        least: int = 3,
-        mode: str = "",
-        tick: Callable[[str], None] = lambda action: None,
+        self, calls: Mapping[str, Call | Runner], *, mode: str = "", **how: Any
     ) -> dict[str, Times]:
-        """Time all calls for about ``seconds``; by name, the same on every rank."""
+        """Time all calls; by name, the same on every rank. ``how``: as :meth:`rounds`."""
         items = [
             Item(mode or self.mode, name, call if isinstance(call, Runner) else Runner(call))
             for name, call in calls.items()
         ]
-        _, timed = self.rounds(items, seconds=seconds, most=most, least=least, tick=tick)
+        _, timed = self.rounds(items, **how)
         return {item.name: times for item, (times, _) in zip(items, timed, strict=True)}
 
-    def rounds(
-        self, items: list[Item], *, seconds: float, **how: Any
-    ) -> tuple[int, list[tuple[Times, float]]]:
+    def rounds(self, items: list[Item], **how: Any) -> tuple[int, list[tuple[Times, float]]]:
         """Time items in rounds; how many rounds, and of each item the times and the seconds of the
         host, both of the slowest rank. ``how``: as :func:`ficco.tools.bench.measure.rounds`."""
-        done = rounds(items, self.clock, self.barrier, seconds=seconds, **how)
+        done = rounds(items, self.clock, self.barrier, **how)
         everyone = self.gather([(item.times_s, item.host_s) for item in items])
         by_item = [zip(*of_ranks, strict=True) for of_ranks in zip(*everyone, strict=True)]
         return done, [(slowest(times), max(hosts)) for times, hosts in by_item]
@@ -473,11 +465,7 @@ class Stopwatch:
         return values
 
     def together(
-        self,
-        action: Call,
-        *,
-        fatal: tuple[type[Exception], ...] = (),
-        named: bool = False,
+        self, action: Call, *, fatal: tuple[type[Exception], ...] = (), named: bool = False
     ) -> tuple[Any, str]:
         """The result of an action that all ranks carry out, or None and why one of them could not.
 
@@ -485,7 +473,8 @@ class Stopwatch:
         that has one. The GPU is synchronized, so that asynchronous errors count.
 
         Args:
-            fatal: errors that are raised at once instead, and that the peers do not hear of.
+            fatal: errors that are raised at once instead, and that the peers do not hear of. None
+                is without peers: nobody waits, and the next call has a new engine.
             named: say which rank's error it is, unless all ranks have the same.
         """
         value, why = None, ""
@@ -493,9 +482,9 @@ class Stopwatch:
             value = action()
             if self.on_gpu:
                 gpu.synchronize()
-        except fatal:
-            raise
         except Exception as error:
+            if self.has_peers and isinstance(error, fatal):
+                raise
             why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         everyone = self.gather(why)
         if not any(everyone):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from ficco.tools.bench.frames import BENCH
 from ficco.tools.bench.harness import (
     CHECKS,
     FATAL,
-    REFUSALS,
     Checked,
     Subject,
     Tick,
@@ -49,28 +47,30 @@ from ficco.tools.bench.measure import (
     peak_bytes,
     pytorch_workspace_bytes,
 )
-from ficco.tools.bench.report import ERROR_ROWS, IDEAL, show_shape, summarise
+from ficco.tools.bench.report import ERROR_ROWS, IDEAL, Series, show_shape, summarise
 
 #: Elements of B that are converted to float64 at once.
 FLOAT64_ELEMENTS = 1 << 26
 
 
 class ProductWork(Workload):
-    """A shape on one rank; its schedules are candidates."""
+    """A shape on one rank; its schedules are candidates, and a candidate that fails on one rank is
+    skipped on all."""
 
     problem: Problem
 
     def __init__(
         self, case: Case, watch: Stopwatch, schedules: Sequence[BenchCandidate] = ()
     ) -> None:
-        self.verifier = Verifier(watch)
-        free_bytes = self.verifier.free_bytes()
-        super().__init__(case.fitted(watch.world, free_bytes), watch, schedules)
+        super().__init__(case, watch, schedules)
+        free_bytes = self.free_bytes()
+        self.case = case.fitted(watch.world, free_bytes)
         if why := self.case.skipped(watch.world, free_bytes):
             raise ValueError(why)
         self.problem = self.case.problem(watch.world)
         self.operands = watch.operands(self.problem)
         self.dtype = self.operands.a_LK.dtype
+        self._iteration = 1
 
     @cached_property
     def candidates(self) -> tuple[BenchCandidate, ...]:
@@ -94,33 +94,120 @@ class ProductWork(Workload):
     def fill(self, seed: int, exact: bool = False) -> None:
         (self.operands.exact if exact else self.operands.random)(seed)
 
+    # Proofs.
+
     def checked(self, graph: bool, tick: Tick) -> list[Checked]:
         self.operands.exact_b()
-        checked = []
-        for name, candidate in self.offered.items():
-            tick(f"verify {name}")
-            checked.append(self.verifier.eager(candidate, self.operands))
+        checked = super().checked(graph, tick)
         # From here on all share one workspace, as in a program that uses several schedules.
-        symmetric = any(candidate.symmetric for candidate in self.offered.values())
-        self.verifier.renew(self.operands, symmetric)
+        self.renew(any(candidate.symmetric for candidate in self.offered.values()))
         if graph:
             self._capture(checked, tick)
         if copies := self.watch.arrivals(self.problem):
             checked.append(Checked(copies, Runner(torch.Tensor, "whole")))
         return checked
 
+    def free_bytes(self) -> int:
+        """Free memory where there is least: of a GPU, or a rank's part of the host's."""
+        if self.watch.on_gpu:
+            gpu.empty_cache()
+            free = gpu.mem_get_info()[0]
+            if not self.watch.has_peers:  # the operands of all ranks are here
+                free //= self.watch.world
+        else:
+            lines = Path("/proc/meminfo").read_text().splitlines()
+            kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
+            free = int(kib) * 1024 // self.watch.world
+        return min(self.watch.gather(free))
+
+    def renew(self, symmetric: bool) -> None:
+        """Free ficco's memory. If ``symmetric``, allocate the left operand in symmetric memory."""
+        self.operands.a_symmetric_LK = None
+        self.watch.free()
+        if symmetric:
+            a, how = self.operands.a_LK, {"group": self.group, "device": self.device}
+            self.operands.a_symmetric_LK = ficco.empty(a.shape, dtype=a.dtype, **how)
+
+    def lacks(self, variant: BenchCandidate) -> str:
+        if why := unavailable(variant, self.operands, self.watch.hosts.count):
+            return f"not here: {why}"
+        if variant.ours:
+            self.renew(variant.symmetric)  # so that its memory is its own
+        return ""
+
+    def prove(self, variant: BenchCandidate) -> tuple[Runner, tuple[bool, float]]:
+        """A candidate's calls; whether they are right here, and the memory that they take."""
+        runner = build(variant, self.operands, self.group)
+        with runner.context():
+            right, extra = self._prove(runner, runner.proof or runner.run)
+        if variant.ours:
+            extra += ficco.memory(self.group)
+        elif variant.kind.startswith("pytorch") and pytorch_workspace_bytes(self.group):
+            # PyTorch's fused operator asks for a shard, or two blocks of the product.
+            blocks = 1 + self.problem.kind.scatters
+            extra += max(self.problem.rows) * self.problem.moved_bytes * blocks
+        counted = (self.watch.on_gpu or variant.ours) and runner.proof is None
+        return runner, (right, float(extra) if counted else math.nan)
+
+    def judge(self, everyone: Sequence[tuple[bool, float]]) -> tuple[str, dict[str, Any]]:
+        rights, extras = zip(*everyone, strict=True)
+        why = wrong_ranks(rights)
+        return why, {} if why else {"extra_bytes": max(extras)}
+
     def _capture(self, checked: Sequence[Checked], tick: Tick) -> None:
         runnable = [one for one in checked if one.runner is not None]
         # A graph owns the memory of its calls, which take turns on slots.
         need = sum(bool(one.schedule) for one in runnable) * SLOTS * moved_bytes(self.problem)
-        free = self.verifier.free_bytes()
-        pool = gpu.graph_pool_handle()
+        free, pool = self.free_bytes(), gpu.graph_pool_handle()
         for one in runnable:
             tick(f"capture {one.name}")
             if need > free / 2:
                 one.graph_note = f"all graphs would hold {need >> 30} of {free >> 30} GiB"
             else:
-                self.verifier.graph(one, self.operands, pool)
+                self.graph(one, pool)
+
+    def graph(self, checked: Checked, pool: Any) -> None:
+        """Capture a candidate's call and prove its replays right."""
+        runner = checked.runner
+        assert runner is not None
+
+        def action() -> tuple[Callable[[], None], bool]:
+            with runner.context():
+                runner.run()  # memory that cannot be grown in a capture
+            gpu.synchronize()
+            replay, result = capture(runner, pool)
+
+            def again() -> torch.Tensor:
+                replay()
+                return result
+
+            # Where another call is the proof, this result shows nothing; the eager call's did.
+            return replay, bool(runner.proof) or self._prove(runner, again)[0]
+
+        value, why = self.watch.together(action, fatal=FATAL)
+        if value is None:
+            checked.graph_note = why
+        elif wrong := wrong_ranks(self.watch.gather(value[1])):
+            checked.graph_status, checked.graph_note = "wrong", wrong
+        else:
+            checked.replay = value[0]
+
+    def _prove(self, runner: Runner, call: Callable[[], torch.Tensor]) -> tuple[bool, int]:
+        """Whether calls with inputs never used before are right, and the last one's peak memory."""
+        how: dict[str, Any] = {
+            "first": self._iteration,
+            "compare": lambda result: wrong_elements(result, expected(runner, self.operands)),
+            "measure": lambda one: peak_bytes(one, self.device),
+        }
+        proof = call if runner.expected != "result" else self.watch.proof(call, self.operands)
+        outcomes = list(exact_calls({"": proof}, self.operands, CHECKS, **how))
+        self._iteration += CHECKS
+        right = not any(outcome.wrong.item() for outcome in outcomes)
+        if proof is call:
+            return right, int(outcomes[-1].figure)
+        return right, peak_bytes(runner.run, self.device)[1]
+
+    # Rows.
 
     def annotate(self, checked: Sequence[Checked]) -> None:
         """Add the error on random operands, where products are summed."""
@@ -146,9 +233,7 @@ class ProductWork(Workload):
         decision = taken(self.problem, self.group, self.device, kind)
         return {**one.columns, "note": f"is {decision.schedule} ({decision.source})"}
 
-    def figures(
-        self, times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None
-    ) -> pd.DataFrame:
+    def figures(self, times: Series, queued: Series | None) -> pd.DataFrame:
         return summarise(times, queued)
 
     def renamed(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -162,115 +247,6 @@ class ProductWork(Workload):
 
 #: A replay takes the schema :data:`ficco.tools.bench.frames.REPLAY` instead.
 SUBJECT = Subject("products", BENCH, ProductWork, gradients=True, show=show_shape)
-
-
-@dataclass
-class Verifier:
-    """Verification by all ranks of a group: a candidate that fails on one rank is skipped on
-    all."""
-
-    watch: Stopwatch
-    iteration: int = field(default=1, init=False)
-
-    def free_bytes(self) -> int:
-        """Free memory where there is least: of a GPU, or a rank's part of the host's."""
-        if self.watch.on_gpu:
-            gpu.empty_cache()
-            free = gpu.mem_get_info()[0]
-            if not self.watch.has_peers:  # the operands of all ranks are here
-                free //= self.watch.world
-        else:
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable"))
-            free = int(kib) * 1024 // self.watch.world
-        return min(self.watch.gather(free))
-
-    def renew(self, operands: Operands, symmetric: bool) -> None:
-        """Free ficco's memory. If ``symmetric``, allocate the left operand in symmetric memory."""
-        operands.a_symmetric_LK = None
-        self.watch.free()
-        if symmetric:
-            a = operands.a_LK
-            operands.a_symmetric_LK = ficco.empty(
-                a.shape, dtype=a.dtype, group=self.watch.group, device=self.watch.device
-            )
-
-    def eager(self, candidate: BenchCandidate, operands: Operands) -> Checked:
-        """Build a candidate and prove its calls right; note what memory they take."""
-        name = candidate.name
-        if why := unavailable(candidate, operands, self.watch.hosts.count):
-            return Checked(name, status="skipped", note=f"not here: {why}")
-        if candidate.ours:
-            self.renew(operands, candidate.symmetric)  # so that its memory is its own
-
-        def action() -> tuple[Runner, bool, int]:
-            runner = build(candidate, operands, self.watch.group)
-            with runner.context():
-                right, peak = self._prove(runner, operands, runner.proof or runner.run)
-            return runner, right, peak + self._symmetric_bytes(candidate, operands.problem)
-
-        value, why = self.watch.together(action, fatal=FATAL)
-        if value is None:
-            status = "skipped" if why.startswith(REFUSALS) else "failed"
-            return Checked(name, status=status, note=why)
-        runner, right, extra = value
-        if why := wrong_ranks(self.watch.gather(right)):
-            return Checked(name, status="wrong", note=why)
-        counted = (self.watch.on_gpu or candidate.ours) and runner.proof is None
-        extra_bytes = float(max(self.watch.gather(extra))) if counted else math.nan
-        schedule = candidate.schedule if candidate.ours else ""
-        return Checked(name, runner, schedule, columns={"extra_bytes": extra_bytes})
-
-    def graph(self, checked: Checked, operands: Operands, pool: Any) -> None:
-        """Capture a candidate's call and prove its replays right."""
-        runner = checked.runner
-        assert runner is not None
-
-        def action() -> tuple[Callable[[], None], bool]:
-            with runner.context():
-                runner.run()  # memory that cannot be grown in a capture
-            gpu.synchronize()
-            replay, result = capture(runner, pool)
-
-            def again() -> torch.Tensor:
-                replay()
-                return result
-
-            # Where another call is the proof, this result shows nothing; the eager call's did.
-            return replay, bool(runner.proof) or self._prove(runner, operands, again)[0]
-
-        value, why = self.watch.together(action, fatal=FATAL)
-        if value is None:
-            checked.graph_note = why
-        elif wrong := wrong_ranks(self.watch.gather(value[1])):
-            checked.graph_status, checked.graph_note = "wrong", wrong
-        else:
-            checked.replay = value[0]
-
-    def _prove(
-        self, runner: Runner, operands: Operands, call: Callable[[], torch.Tensor]
-    ) -> tuple[bool, int]:
-        """Whether calls with inputs never used before are right, and the last one's peak memory."""
-        how: dict[str, Any] = {
-            "first": self.iteration,
-            "compare": lambda result: wrong_elements(result, expected(runner, operands)),
-            "measure": lambda one: peak_bytes(one, self.watch.device),
-        }
-        proof = call if runner.expected != "result" else self.watch.proof(call, operands)
-        outcomes = list(exact_calls({"": proof}, operands, CHECKS, **how))
-        self.iteration += CHECKS
-        right = not any(outcome.wrong.item() for outcome in outcomes)
-        if proof is call:
-            return right, int(outcomes[-1].figure)
-        return right, peak_bytes(runner.run, self.watch.device)[1]
-
-    def _symmetric_bytes(self, candidate: BenchCandidate, problem: Problem) -> int:
-        if candidate.ours:
-            return ficco.memory(self.watch.group)
-        if candidate.kind.startswith("pytorch") and pytorch_workspace_bytes(self.watch.group):
-            # PyTorch's fused operator asks for a shard, or two blocks of the product.
-            return max(problem.rows) * problem.moved_bytes * (1 + problem.kind.scatters)
-        return 0
 
 
 def accuracy(operands: Operands, group: ProcessGroup) -> Callable[[torch.Tensor], float]:

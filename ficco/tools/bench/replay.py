@@ -498,15 +498,14 @@ class ReplayPeers:
 
     # Timetables.
 
-    def timetable(self, program: Program) -> Timetable:
+    def timetable(self, program: Program) -> Any:
         """The timetable of a program's calls in the current mode."""
         key = "courier", self.mode
         if key not in program.state:
             new = program.state[key] = self._timetable(program)
             kind = program.plan.problem, program.plan.schedule, self.mode
             new.delays = self._delays.setdefault(kind, new.delays)  # of both slots
-        timetable: Timetable = program.state[key]
-        return timetable
+        return program.state[key]
 
     def _timetable(self, program: Program) -> Timetable:
         """A new timetable, from a simulation of the Plans of all ranks."""
@@ -699,6 +698,7 @@ class ReplayClock(DeviceClock):
 
     Attributes:
         last_s: seconds of the last arrival, which is no call.
+        programs: by candidate and slot.
         off_s: by mode and candidate, the largest deviation of an arrival in each timed call, in
             seconds.
     """
@@ -706,7 +706,7 @@ class ReplayClock(DeviceClock):
     def __init__(self, watch: ReplayWatch) -> None:
         super().__init__(dist.group.WORLD, watch.barrier)
         self._watch = watch
-        self._programs: dict[tuple[str, int], Program] = {}
+        self.programs: dict[tuple[str, int], Program] = {}
         self.last_s = 0.0
         self.off_s: dict[tuple[str, str], list[float]] = {}
 
@@ -717,15 +717,11 @@ class ReplayClock(DeviceClock):
         engine.latest = None
         taken = super().time(item)
         if engine.latest is not None:
-            self._programs[item.name, id(engine.latest.slot)] = engine.latest
+            self.programs[item.name, id(engine.latest.slot)] = engine.latest
             off = max(map(abs, engine.courier.errors()), default=0.0)
             engine.courier.learn()
             self.off_s.setdefault((item.mode, item.name), []).append(off)
         return taken
-
-    def forget(self) -> None:
-        """Drop the programs of a closed engine."""
-        self._programs.clear()
 
     def host(self, item: Item) -> float:
         if item.name == ARRIVALS:
@@ -735,7 +731,7 @@ class ReplayClock(DeviceClock):
     def _line_up(self, item: Item) -> None:
         courier, engine = self._watch.engine.courier, self._watch.engine
         courier.mode, slot = item.mode, engine.next_slot
-        program = self._programs.get((item.name, id(slot)))
+        program = self.programs.get((item.name, id(slot)))
         prepared = program is not None and program.slot is slot  # not a program of a closed engine
         courier.prepare(program if prepared else None)
         if item.mode != "idle":
@@ -827,19 +823,8 @@ class ReplayWatch(Stopwatch):
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def together(
-        self,
-        action: Callable[[], Any],
-        *,
-        fatal: tuple[type[Exception], ...] = (),
-        named: bool = False,
-    ) -> tuple[Any, str]:
-        """Run an action; no error is fatal, since no peer waits, and the next call has a new
-        engine."""
-        return super().together(action, named=named)
-
     def free(self) -> None:
-        self.clock.forget()
+        self.clock.programs.clear()  # of a closed engine
         super().free()
         self._begin()
 

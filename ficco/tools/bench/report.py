@@ -23,6 +23,9 @@ from ficco.tools.bench.cases import Case
 from ficco.tools.bench.draw import BLACK, BLUE, GREEN, GREY, LIGHT, ORANGE, PURPLE, bars, picture
 from ficco.tools.bench.frames import Schema, cells, markdown, place, show, show_meanings
 
+#: Seconds of each round, by candidate.
+Series = Mapping[str, Sequence[float]]
+
 #: Baselines: the serial compositions, and PyTorch's fused op.
 SERIALS = ("pytorch-serial", "serial", *COPY_ENGINES)
 PYTORCH = ("pytorch-fused", "pytorch-native", "pytorch-one-shot", "pytorch-two-shot")
@@ -83,9 +86,7 @@ def overlap_efficiency(times: pd.DataFrame) -> pd.Series:
     return (1 - times[rounds].sub(gemm[rounds], axis=0).div(exposed[rounds], axis=0)).median()
 
 
-def summarise(
-    times: Mapping[str, Sequence[float]], queued: Mapping[str, Sequence[float]] | None = None
-) -> pd.DataFrame:
+def summarise(times: Series, queued: Series | None = None) -> pd.DataFrame:
     """The figures of every candidate of one shape in one mode, as columns of
     ``ficco.tools.bench.frames.BENCH``, indexed by candidate.
 
@@ -96,18 +97,15 @@ def summarise(
     bound = ideal(rounds)
     if bound is not None:
         rounds[IDEAL] = bound
-    figures = spread(rounds)
-    ratios = pd.DataFrame(
-        {
-            "speedup": over(fastest(rounds, SERIALS), rounds),
-            "share": over(bound, rounds),
-            "efficiency": overlap_efficiency(rounds),
-            "vs_pytorch": over(fastest(rounds, PYTORCH), rounds),
-            "vs_queued": (pd.DataFrame(queued or {}) / rounds).median(),
-        }
-    )
+    ratios = {
+        "speedup": over(fastest(rounds, SERIALS), rounds),
+        "share": over(bound, rounds),
+        "efficiency": overlap_efficiency(rounds),
+        "vs_pytorch": over(fastest(rounds, PYTORCH), rounds),
+        "vs_queued": (pd.DataFrame(queued or {}) / rounds).median(),
+    }
     whole = rounds.columns.difference(PARTS)  # a part has no ratio to the whole operator
-    return figures.join(ratios.loc[whole])
+    return spread(rounds).join(pd.DataFrame(ratios).loc[whole])
 
 
 # Figures of rows.
@@ -192,17 +190,14 @@ def lines(rows: pd.DataFrame, mode: str, by: str = "share") -> pd.DataFrame:
         "pieces": timed["kind"] == "pieces",
         "quack": name == "quack",
     }
-    chosen = {role: timed[mask].sort_values("ms", kind="stable") for role, mask in roles.items()}
-    return pd.concat(
-        {
-            role: (these if role in ("serial", "pytorch") else these.sort_values(by, **BEST_FIRST))
-            .drop_duplicates(SHAPE)
-            .sort_index()
-            .set_index(SHAPE, drop=False)
-            for role, these in chosen.items()
-        },
-        axis=1,
-    )
+    chosen = {}
+    for role, mask in roles.items():
+        these = timed[mask].sort_values("ms", kind="stable")
+        if role not in ("serial", "pytorch"):
+            these = these.sort_values(by, **BEST_FIRST)
+        first = these.drop_duplicates(SHAPE).sort_index()
+        chosen[role] = first.set_index(SHAPE, drop=False)
+    return pd.concat(chosen, axis=1)
 
 
 def schedules(role: pd.DataFrame) -> pd.Series:
@@ -222,12 +217,9 @@ def shape_text(shapes: pd.DataFrame) -> pd.Series:
     """The sizes of each line's shape in words, with its name and origin if it has some."""
 
     def text(row: pd.Series) -> str:
-        named = row["case"] != f"{row['m']}x{row['n']}x{row['k']}"
-        return (
-            f"{row['case']}: " * named
-            + f"{row['m']}, {row['n']}, {row['k']}"
-            + f" ({row['label']})" * bool(row["label"])
-        )
+        m, n, k = row["m"], row["n"], row["k"]
+        name = f"{row['case']}: " * (row["case"] != f"{m}x{n}x{k}")
+        return f"{name}{m}, {n}, {k}" + f" ({row['label']})" * bool(row["label"])
 
     return shapes["shape"].apply(text, axis=1)
 
@@ -329,22 +321,18 @@ def with_means(table: pd.DataFrame, ratios: dict[str, pd.Series], bold: str = "{
     return pd.concat([table, ends], ignore_index=True)
 
 
+#: Headings of roles whose name is another.
+HEADINGS = {"gemm": "GEMM", "pytorch": "PyTorch", "quack": "QuACK", "best": "ficco"}
+
+
 def _bounds(rows: pd.DataFrame, mode: str) -> str:
     shapes = lines(rows, mode)
     figures = RATIOS | {"vs_queued": "x queued"} if mode == "graph" else RATIOS
-    timed = {
-        "GEMM": "gemm",
-        "collective": "collective",
-        "copies": "copies",
-        "serial": "serial",
-        "PyTorch": "pytorch",
-        **({"QuACK": "quack"} if shapes["quack", "ms"].notna().any() else {}),
-        "ficco": "best",
-    }
+    quack = ["quack"] * int(shapes["quack", "ms"].notna().any())
     # Columns are named by their headings, except for a heading that occurs twice.
     table = pd.DataFrame({"shape": shape_text(shapes)})
-    for head, role in timed.items():
-        table[head] = cells(shapes[role, "ms"], ".3f")
+    for role in (*PARTS, "serial", "pytorch", *quack, "best"):
+        table[HEADINGS.get(role, role)] = cells(shapes[role, "ms"], ".3f")
     table["schedule"] = schedules(shapes["best"])
     ratios = {head: shapes["best", name] for name, head in figures.items()}
     table = table.assign(**{head: cells(values) for head, values in ratios.items()})
@@ -430,13 +418,15 @@ def _costs(rows: pd.DataFrame) -> str:
     text = table[known].apply(cells, form=".0f").assign(memory=cells(table["memory"]))
     moved_name = "product" if OPERATORS[rows["operator"].iloc[0]].scatters else "gathered A"
     heads = ("candidate", *(f"host us, {mode}" for mode in known), f"memory / {moved_name}")
+    named = "; ".join(f"`{name}`: {NAMES[name]}" for name in NAMES if name in table.index)
     return (
         "Host: microseconds to enqueue one of several calls in a row, slowest rank, median over "
         "the shapes. "
         "Memory beside operands and result, on the rank that takes most, over the bytes of the "
         f"{moved_name}; largest of the shapes. ficco holds two slots, so that a call need not wait "
         "for the one before, and one where its memory is capped."
-        f"{_named(table.index)}\n\n{markdown(heads, text.reset_index())}"
+        + f" {named}." * bool(named)
+        + f"\n\n{markdown(heads, text.reset_index())}"
     )
 
 
@@ -455,12 +445,6 @@ NAMES = {
         "the paper's name for pieces that the library's collectives carry, without ficco",
     ),
 }
-
-
-def _named(names: Iterable[str]) -> str:
-    """Explanations of candidates."""
-    said = [f"`{name}`: {NAMES[name]}" for name in NAMES if name in names]
-    return f" {'; '.join(said)}." if said else ""
 
 
 def _accuracy(rows: pd.DataFrame) -> str:
@@ -586,19 +570,15 @@ MOST_SHAPES = 10
 def draw(schema: Schema, rows: pd.DataFrame, path: Path, title: str) -> list[Path]:
     """Draw the rows of a file; returns the paths of the pictures. Products have two pictures for
     each operator, whose names begin with that of ``path``."""
-    drawn = []
     if "kind" not in rows:
-        timed = rows.dropna(subset=schema.figure)
+        timed, panels = rows.dropna(subset=schema.figure), {}
         ways = timed[[*schema.ways]].astype(str).agg(" ".join, axis=1)
         columns = [name for name in ("operator", schema.case, "mode") if name in rows]
-        panels = {
-            f"{', '.join(map(str, names))}: {schema.figure}": mine[[schema.figure]].set_axis(
-                ways[mine.index]
-            )
-            for names, mine in timed.groupby(columns, sort=False)
-        }
+        for names, mine in timed.groupby(columns, sort=False):
+            heading = f"{', '.join(map(str, names))}: {schema.figure}"
+            panels[heading] = mine[[schema.figure]].set_axis(ways[mine.index])
         return [bars(panels, path, title)] if panels else []
-    several = rows["operator"].nunique() > 1
+    drawn, several = [], rows["operator"].nunique() > 1
     for operator, mine in by_operator(rows):
         if not (timed_modes := modes(mine)):
             continue
@@ -607,17 +587,6 @@ def draw(schema: Schema, rows: pd.DataFrame, path: Path, title: str) -> list[Pat
             drawn.append(path.with_name(f"{start}_{name}{path.suffix}"))
             function(mine, timed_modes, drawn[-1], f"{title}, {operator}" if several else title)
     return drawn
-
-
-def _bars(axes: Any, names: Sequence[str], series: Iterable[tuple[str, Any, str]]) -> None:
-    """Grouped bars over shapes: of every group its label, its values and its colour."""
-    series = list(series)
-    width = 0.8 / max(len(series), 1)
-    for i, (label, values, colour) in enumerate(series):
-        left = np.arange(len(names)) - 0.4 + (i + 0.5) * width
-        axes.bar(left, values, width, label=label, color=colour)
-    axes.axhline(1, color=BLACK, linewidth=0.8)
-    axes.set_xticks(range(len(names)), names)
 
 
 def shares(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: str) -> None:
@@ -634,8 +603,11 @@ def shares(rows: pd.DataFrame, modes_there: Sequence[str], path: Path, title: st
     with picture(path, *size, title) as figure:
         panels = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
         for axes, (mode, measured, shapes) in zip(panels, shown, strict=True):
-            series = [(DRAWN[role][0], shapes[role, "share"], DRAWN[role][1]) for role in measured]
-            _bars(axes, [_shape(row) for _, row in shapes["shape"].iterrows()], series)
+            names, colours = zip(*(DRAWN[role] for role in measured), strict=True)
+            frame = shapes[[(role, "share") for role in measured]].set_axis(names, axis=1)
+            frame.index = [_shape(row) for _, row in shapes["shape"].iterrows()]
+            frame.plot.bar(ax=axes, width=0.8, rot=0, color=colours, legend=False, xlabel="")
+            axes.axhline(1, color=BLACK, linewidth=0.8)
             axes.set_xlim(-0.6, widest - 0.4)
             axes.set_ylabel(f"share of ideal, {mode}")
         _legend_below(figure, panels[0])
@@ -651,9 +623,8 @@ def _in_rows(shapes: pd.DataFrame) -> list[pd.DataFrame]:
 def _legend_below(figure: Any, axes: Any) -> None:
     """Draw the legend of ``axes`` below all axes of the figure."""
     handles, names = axes.get_legend_handles_labels()
-    figure.legend(
-        handles, names, loc="outside lower center", ncols=max(len(names), 1), frameon=False
-    )
+    how = {"loc": "outside lower center", "ncols": max(len(names), 1), "frameon": False}
+    figure.legend(handles, names, **how)
 
 
 def _shape(row: pd.Series) -> str:

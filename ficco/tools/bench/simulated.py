@@ -81,18 +81,15 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
     """Candidates as bars, predicted and, if known, measured; the suffix is the format."""
     if not decision.candidates or decision.problem is None or decision.machine is None:
         raise ValueError(f"--draw: required predictions to draw, got none: {decision}")
-    shown = decision.candidates
-    chosen = str(decision.schedule)
-    seconds = pd.DataFrame(
-        {
-            "predicted, queued": [one.queued for one in shown],
-            "predicted, idle": [one.idle for one in shown],
-            "measured, queued": [measured.get(one.schedule, {}).get("queued") for one in shown],
-            "measured, idle": [measured.get(one.schedule, {}).get("idle") for one in shown],
-        },
-        [f"{one.schedule} *" if one.schedule == chosen else one.schedule for one in shown],
-        dtype=float,
-    )
+    shown, chosen = decision.candidates, str(decision.schedule)
+    figures = {
+        "predicted, queued": [one.queued for one in shown],
+        "predicted, idle": [one.idle for one in shown],
+        "measured, queued": [measured.get(one.schedule, {}).get("queued") for one in shown],
+        "measured, idle": [measured.get(one.schedule, {}).get("idle") for one in shown],
+    }
+    names = [one.schedule + " *" * (one.schedule == chosen) for one in shown]
+    seconds = pd.DataFrame(figures, names, dtype=float)
     machine = described(decision.machine, decision.problem.world // decision.problem.hosts)
     assert machine is not None  # or nothing could have been predicted
     bound = family_of(decision.problem).ideal(decision.problem, machine) * 1e3

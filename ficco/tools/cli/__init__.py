@@ -1,7 +1,8 @@
 """The command line: ``python -m ficco --help`` lists the commands.
 
 Exit codes: 0, success; 1, a failure or a wrong result; 2, wrong input; 130, interrupted; 141, the
-reader of the output left early.
+reader of the output left early. Functions raise ``ValueError`` for options that are wrong or do not
+fit together.
 
 Parsing imports neither PyTorch nor NumPy, so that help and refused options take no second. The
 module of a command is imported for its options; everything else when the command runs. Packages of
@@ -25,7 +26,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ficco.errors import ConfigError, FiccoError, InvalidArgument
 from ficco.problems.products import OPERATORS
@@ -54,62 +55,33 @@ READER_LEFT = 141
 GATHERS = "all_gather_matmul"
 
 
-class Command(NamedTuple):
-    """A command.
-
-    Attributes:
-        module: module of this package. It has ``add_NAME``, which adds the options of the command
-            to a parser, and ``run_NAME``, which takes the parsed options and returns the exit code.
-        help: what the command does.
-        words: its words before the options. ``[OPERATOR]`` stands for ``--operator``.
-    """
-
-    module: str
-    help: str
-    words: str = ""
-
-
-#: The commands in the order of the help.
+#: The commands in the order of the help, and what they do.
 COMMANDS = {
-    "demo": Command(
-        "measure",
-        "run every schedule and operator here, compare them with the plain product, draw them",
-    ),
-    "explain": Command(
-        "plan",
-        "say which schedule a call would take, why, and what is predicted of the others",
-        "[OPERATOR]",
-    ),
-    "plan": Command(
-        "plan",
-        "print or draw what a schedule does for given sizes; needs no GPU",
-        "[OPERATOR] SCHEDULE",
-    ),
-    "simulate": Command(
-        "plan",
-        "predict schedules on a described machine; needs no GPU",
-        "[OPERATOR] [SCHEDULE ...]",
-    ),
-    "bench": Command(
-        "measure",
-        "time operators by schedules, the serial composition and PyTorch's fused ops, paired",
-        "[OPERATOR ...]",
-    ),
-    "replay": Command(
-        "measure",
-        "time operators on one GPU, where rows of peers arrive when a link would bring them",
-        "[OPERATOR ...]",
-    ),
-    "plot": Command("plan", "draw timelines, or the CSV of any command", "FILE [FILE ...]"),
-    "tune": Command(
-        "measure",
-        "measure this machine, and which schedules are fastest on it, for schedule='auto'",
-    ),
-    "doctor": Command(
-        "measure",
-        "print versions, devices, links, engines, and what would be used and why",
-    ),
+    "demo": "run every schedule and operator here, compare them with the plain product, draw them",
+    "explain": "say which schedule a call would take, why, and what is predicted of the others",
+    "plan": "print or draw what a schedule does for given sizes; needs no GPU",
+    "simulate": "predict schedules on a described machine; needs no GPU",
+    "bench": "time operators by schedules, the serial composition and PyTorch's fused ops, paired",
+    "replay": "time operators on one GPU, where rows of peers arrive when a link would bring them",
+    "plot": "draw timelines, or the CSV of any command",
+    "tune": "measure this machine, and which schedules are fastest on it, for schedule='auto'",
+    "doctor": "print versions, devices, links, engines, and what would be used and why",
 }
+
+#: Words of commands before the options. ``[OPERATOR]`` stands for ``--operator``.
+WORDS = {
+    "explain": "[OPERATOR]",
+    "plan": "[OPERATOR] SCHEDULE",
+    "simulate": "[OPERATOR] [SCHEDULE ...]",
+    "bench": "[OPERATOR ...]",
+    "replay": "[OPERATOR ...]",
+    "plot": "FILE [FILE ...]",
+}
+
+#: Commands of the module ``plan`` of this package; the others are in ``measure``. A module has
+#: ``add_NAME``, which adds the options of the command to a parser, and ``run_NAME``, which takes
+#: the parsed options and returns the exit code.
+PLANS = ("explain", "plan", "simulate", "plot")
 
 #: Families of operators that share their sizes, and their operators.
 FAMILIES = {
@@ -122,18 +94,14 @@ STEPS = ("layers", "fsdp")
 OPERATOR_NAMES = tuple(dict.fromkeys((*ASKABLE, *FAMILIES, *STEPS)))
 
 
-def _bare(names: str) -> str:
-    """Names without their quotes, which argparse prints before Python 3.12."""
-    return names.replace("'", "")
-
-
-#: Errors of argparse, and the same in the words of other errors.
+#: Errors of argparse, and the same in the words of other errors, without the quotes of names that
+#: argparse prints before Python 3.12.
 WORDING: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"argument (\S+): invalid int value: (.*)", r"\1: required a whole number, got \2"),
     (r"argument (\S+): invalid float value: (.*)", r"\1: required a number, got \2"),
     (
         r"argument (\S+): invalid choice: (.*) \(choose from (.*)\)",
-        lambda error: f"{error[1]}: required one of {_bare(error[3])}, got {error[2]}",
+        lambda e: f"{e[1]}: required one of " + e[3].replace("'", "") + f", got {e[2]}",
     ),
     (r"argument (\S+): expected (.*)", r"\1: required \2, got none"),
     (r"the following arguments are required: (.*)", r"required \1, got none"),
@@ -232,17 +200,15 @@ def _report(program: str, error: object, code: int) -> int:
 def _named(arguments: Sequence[str]) -> list[str]:
     """Arguments whose operators are options: of ``plan experts``, ``plan --operator experts``."""
     command, *rest = arguments or [""]
-    takes_operator = command in COMMANDS and "[OPERATOR" in COMMANDS[command].words
-    if takes_operator and rest and rest[0] in OPERATOR_NAMES:
+    if "[OPERATOR" in WORDS.get(command, "") and rest and rest[0] in OPERATOR_NAMES:
         rest.insert(0, "--operator")
     return [command, *rest] if arguments else []
 
 
-def _function(verb: str, command: str) -> Callable[[Any], Any]:
+def _function(verb: str, command: str) -> Any:
     """``add_COMMAND`` or ``run_COMMAND``, from the module that has the command."""
-    module = import_module(f"{__name__}.{COMMANDS[command].module}")
-    function: Callable[[Any], Any] = getattr(module, f"{verb}_{command}")
-    return function
+    module = import_module(f"{__name__}.{'plan' if command in PLANS else 'measure'}")
+    return getattr(module, f"{verb}_{command}")
 
 
 def _parser(arguments: Sequence[str] = tuple(COMMANDS)) -> Parser:
@@ -255,9 +221,9 @@ def _parser(arguments: Sequence[str] = tuple(COMMANDS)) -> Parser:
     )
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
     named = [after for one, after in pairwise(arguments) if one == "--operator"]
-    for name, one in COMMANDS.items():
-        usage = " ".join(["%(prog)s", *one.words.split(), "[options]"])
-        command = commands.add_parser(name, help=one.help, description=one.help, usage=usage)
+    for name, text in COMMANDS.items():
+        usage = " ".join(["%(prog)s", *WORDS.get(name, "").split(), "[options]"])
+        command = commands.add_parser(name, help=text, description=text, usage=usage)
         command.operator = operator_of(named[0]) if named else GATHERS
         if name in arguments:
             _function("add", name)(command)
@@ -272,6 +238,12 @@ DTYPE_TEXT = (
     "(default: bfloat16)"
 )
 
+#: Help of ``--rows``.
+ROWS = (
+    "rows of each rank if they differ: 3,4,5; for an all-to-all a table with a line per sender: "
+    "3,4;5,6"
+)
+
 #: The machine that is simulated unless another is named; the one that was measured most.
 MACHINE = "h200-4"
 
@@ -280,6 +252,7 @@ EXTRA = ("pandas", "matplotlib", "rich")
 
 #: Kinds of options, as argparse takes them.
 FLAG: dict[str, Any] = {"action": "store_true"}
+NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 NAMES: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
 FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 CSV: dict[str, Any] = {"type": Path, "metavar": "CSV"}
@@ -309,35 +282,31 @@ def require_extra() -> None:
 
 
 def site(
-    machine: str | None, world: int | None, *, captured: bool = False, default: str | None = None
+    machine: str | None,
+    world: int | None,
+    *,
+    captured: bool = False,
+    host: Fingerprint | str | None = None,
 ) -> Where:
-    """The machine of ``--machine``, of the environment, or the default or this host's."""
-
+    """The machine of ``--machine``, of the environment, or of ``host``: by default this host's."""
     from ficco.heuristics import where
 
-    def here() -> Fingerprint:
+    if host is None:
         from ficco.dma.engine import fingerprint
 
         device = launch.default_device()
-        return fingerprint(device, launch.check_ranks(None, device))
-
-    host = here() if default is None else default
+        host = fingerprint(device, launch.check_ranks(None, device))
     return where(machine, world, host, captured=captured)
 
 
 def add_ranks(parser: Any, ranks: str = "ranks to start (default: a GPU each, or 4)") -> None:
     """Add ``--ranks``, ``--device`` and ``--oversubscribe``."""
-    parser.add_argument("--ranks", type=int, metavar="N", help=ranks)
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="cuda is any vendor's GPU (default: cuda where torch sees one)",
-    )
-    parser.add_argument(
-        "--oversubscribe",
-        **FLAG,
-        help=f"start more than {launch.RANKS_PER_CORE} CPU ranks per core",
-    )
+    add = parser.add_argument
+    add("--ranks", **NUMBER, help=ranks)
+    text = "cuda is any vendor's GPU (default: cuda where torch sees one)"
+    add("--device", choices=("cpu", "cuda"), help=text)
+    text = f"start more than {launch.RANKS_PER_CORE} CPU ranks per core"
+    add("--oversubscribe", **FLAG, help=text)
 
 
 def add_fields(parser: Any, settings: Any, *names: str) -> None:
@@ -362,10 +331,9 @@ def field_values(arguments: Any, settings: Any) -> dict[str, Any]:
 
 def add_files(parser: Any, folder: str, subject: str) -> None:
     """Add ``--out`` and ``--name``, the files of a measurement."""
-    parser.add_argument(
-        "--out", type=Path, default=Path(folder), help=f"folder (default: {folder})"
-    )
-    parser.add_argument("--name", help=f"name of the files (default: {subject}, machine and date)")
+    add = parser.add_argument
+    add("--out", type=Path, default=Path(folder), help=f"folder (default: {folder})")
+    add("--name", help=f"name of the files (default: {subject}, machine and date)")
 
 
 def operator_of(name: str) -> str:
@@ -381,16 +349,16 @@ def add_sizes(parser: Parser) -> None:
     others = ", ".join(name for name in FAMILIES if name != mine.whose)
     text = f"`{parser.prog} FAMILY --help` lists the sizes of other families: {others}"
     group = parser.add_argument_group(f"sizes of {mine.whose}", text)
-    options: dict[str, Size] = {
-        k: v for one in (mine, *ASKABLE.values(), mine) for k, v in one.sizes.items()
-    }
+    options: dict[str, Size] = {}
+    for one in (mine, *ASKABLE.values(), mine):
+        options |= one.sizes
     for name, size in options.items():
-        text = size.text + f": {' or '.join(size.names)} (default: {size.default})" * bool(
-            size.names
-        )
-        kind: dict[str, Any] = {"type": size.kind, "metavar": "NAME" if size.names else "N"}
+        text, kind = size.text, NUMBER
         if size.kind is bool:
             kind = {"action": argparse.BooleanOptionalAction}
+        elif size.names:
+            text += f": {' or '.join(size.names)} (default: {size.default})"
+            kind = {"metavar": "NAME"}
         text = text if name in mine.sizes else argparse.SUPPRESS
         option = f"--{name.replace('_', '-')}"
         group.add_argument(option, **kind, dest=name, default=None, help=text)
@@ -406,27 +374,15 @@ def sizes(arguments: Any) -> dict[str, Any]:
 
 def add_world(parser: Any) -> None:
     """Add ``--world`` and ``--hosts``."""
-    parser.add_argument(
-        "--world",
-        type=int,
-        metavar="N",
-        help="number of ranks (default: the machine's on each host)",
-    )
-    parser.add_argument(
-        "--hosts", type=int, metavar="N", default=1, help="hosts of the ranks (default: 1)"
-    )
+    add = parser.add_argument
+    add("--world", **NUMBER, help="number of ranks (default: the machine's on each host)")
+    add("--hosts", **NUMBER, default=1, help="hosts of the ranks (default: 1)")
 
 
 def add_ranks_of_rows(parser: Parser) -> None:
     """Add ``--world``, ``--hosts`` and ``--rows``."""
     add_world(parser)
-    parser.add_argument(
-        "--rows",
-        help="rows of each rank if they differ: 3,4,5; for an all-to-all a table with a line per "
-        "sender: 3,4;5,6"
-        if parser.operator in OPERATORS
-        else argparse.SUPPRESS,
-    )
+    parser.add_argument("--rows", help=ROWS if parser.operator in OPERATORS else argparse.SUPPRESS)
 
 
 def shapes(arguments: Any, sets: Iterable[str]) -> list[Case]:
@@ -444,11 +400,7 @@ def ranks_per_host(arguments: Any) -> int | None:
 
 
 def problem(arguments: Any, local_world: int) -> AnyProblem:
-    """The problem of the options; ``local_world``: ranks of each host.
-
-    Raises:
-        ValueError: an option is wrong, or they do not fit together.
-    """
+    """The problem of the options; ``local_world``: ranks of each host."""
     rows: Any = None
     if arguments.rows:
         table = [line.split(",") for line in arguments.rows.split(";")]
@@ -463,20 +415,15 @@ def problem(arguments: Any, local_world: int) -> AnyProblem:
 
 
 def picture(path: Path | None, option: str = "--draw") -> None:
-    """Refuse a file that no picture can be drawn to, before anything is computed.
-
-    Raises:
-        ValueError: its name has no suffix, or one of no format.
-    """
+    """Refuse a file that no picture can be drawn to, before anything is computed."""
     if path is None:
         return
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix.lower().removeprefix(".") not in known:
-        raise ValueError(
-            f"{option}: required a file with one of the suffixes {', '.join(known)}, got {path}"
-        )
+        wanted = f"required a file with one of the suffixes {', '.join(known)}"
+        raise ValueError(f"{option}: {wanted}, got {path}")
 
 
 def command() -> str:
@@ -485,11 +432,7 @@ def command() -> str:
 
 
 def writable(folder: Path) -> Path:
-    """A folder of ``--out``, which is created; refused before anything is measured in vain.
-
-    Raises:
-        ValueError: it cannot be written to.
-    """
+    """A folder of ``--out``, which is created; refused before anything is measured in vain."""
     why = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)

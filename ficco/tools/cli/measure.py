@@ -19,29 +19,10 @@ from typing import TYPE_CHECKING, Any
 from ficco.problems.products import OPERATORS
 from ficco.problems.scaling import SCALED
 from ficco.problems.sizes import ASKABLE
-from ficco.tools import launch
+from ficco.tools import cli, launch
 from ficco.tools.bench import cases
 from ficco.tools.bench.cases import OPTIONAL, BenchSettings, Case, Replayed
-from ficco.tools.cli import (
-    CSV,
-    EXTRA,
-    FAMILIES,
-    FILE,
-    FLAG,
-    GATHERS,
-    NAMES,
-    OPERATOR_NAMES,
-    STEPS,
-    add_fields,
-    add_files,
-    add_ranks,
-    command,
-    field_values,
-    is_installed,
-    not_installed,
-    shapes,
-    writable,
-)
+from ficco.tools.cli import CSV, FAMILIES, FILE, FLAG, GATHERS, NAMES, NUMBER, STEPS
 from ficco.tools.tune.effort import TuneSettings
 
 if TYPE_CHECKING:
@@ -59,73 +40,71 @@ OF_PRODUCTS = ("set", "shapes", "dtype", "without")
 KINDS = ("attention", "experts", *STEPS)
 
 
+#: Help of the options whose help is long.
+HELP = {
+    "operator": f"operators of one family, each on all shapes: {', '.join(OPERATORS)}; "
+    f"{', '.join(FAMILIES['attention'])}; experts; a family's name for all of it; layers for "
+    "forward and backward of two layers of Llama 3 70B, with their weights sharded; fsdp for those "
+    f"of six blocks of Llama 3 8B under FSDP2 (default: {cases.OPERATOR}, or those of the set)",
+    "set": f"shapes of products: {', '.join(cases.SETS)}; scattering operators take them with n "
+    "and k exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and experts)",
+    "dtype": "dtypes, or kinds of float8 operands with scales, in place of the shapes' own: "
+    + ", ".join(cases.DTYPES),
+    "schedules": "ficco schedules, such as shard-overlap:tail=4 (default: a list). Of products, "
+    "the suffix @symmetric puts the shard in symmetric memory, @stages=2 leaves memory for two "
+    "steps; candidates stands for those that auto compares, candidates=3 for the three of library "
+    "products that are predicted to be fastest",
+    "mode": "modes, separated by commas: queued, idle, graph; a replay has no graph, CPU ranks "
+    "only idle (default: all that the ranks have)",
+    "without": f"baselines to leave out: {', '.join(OPTIONAL)}; the native one has been seen to "
+    "hang",
+    "products": "first measure what products take on this GPU, in about 20 s, for auto and for "
+    "what peers send",
+    "out": "folder for the pictures (default: a new one in the folder for temporary files)",
+    "tuned operator": "measure only the collectives of these operators, time --shapes for each of "
+    "them (for scattering operators with n and k exchanged), and only their problems of --from-log "
+    f"(default: all collectives; --shapes for the operator in their column op, or {GATHERS})",
+    "tuned shapes": "time all candidates for these shapes: columns name, m, n, k; optionally op",
+    "from-log": "time all candidates for the calls of a program that ran with "
+    "options(log_problems=FILE)",
+    "tolerance": "with --check: share by which a point may be off (default: 0.25; on CPUs 1)",
+    "ranks": "start so many ranks and make a call, which shows what reaches a peer; the report on "
+    "auto is then for as many (default: start none; auto for a GPU each, or 4)",
+    "selftest": "start ranks (default: a GPU each, or 2) and test the engine's assumptions",
+    "report": "report of --selftest, and its JSON next to it (default: ficco-selftest-<date>.md)",
+    "read": "print what a report proves and refutes of docs/api/amd-claims.md, and write the "
+    "machine file of its host next to it",
+}
+
+
 def _add_measured(parser: Any) -> Any:
     """Add the options that select the measured workloads; return their group."""
     measured = parser.add_argument_group("what is measured")
-    measured.add_argument(
-        "--operator",
-        **NAMES,
-        choices=OPERATOR_NAMES,
-        help=f"operators of one family, each on all shapes: {', '.join(OPERATORS)}; "
-        f"{', '.join(FAMILIES['attention'])}; experts; a family's name for all of it; layers for "
-        "forward and backward of two layers of Llama 3 70B, with their weights sharded; fsdp for "
-        "those of six blocks of Llama 3 8B under FSDP2 (default: "
-        f"{cases.OPERATOR}, or those of the set)",
-    )
-    measured.add_argument(
-        "--set",
-        **NAMES,
-        choices=list(cases.SETS),
-        help=f"shapes of products: {', '.join(cases.SETS)}; scattering operators take them with n "
-        "and k exchanged (default: measured, on CPUs cpu; for all-to-alls experts-gain and "
-        "experts)",
-    )
-    text = "shapes of products: columns name, m, n, k; optionally op"
-    measured.add_argument("--shapes", **CSV, help=text)
-    measured.add_argument(
-        "--dtype",
-        **NAMES,
-        choices=cases.DTYPES,
-        help="dtypes, or kinds of float8 operands with scales, in place of the shapes' own: "
-        + ", ".join(cases.DTYPES),
-    )
-    measured.add_argument("--only", **NAMES, help="only the shapes with these names")
-    measured.add_argument(
-        "--schedules",
-        **NAMES,
-        help="ficco schedules, such as shard-overlap:tail=4 (default: a list). Of products, the "
-        "suffix @symmetric puts the shard in symmetric memory, @stages=2 leaves memory for two "
-        "steps; candidates stands for those that auto compares, candidates=3 for the three of "
-        "library products that are predicted to be fastest",
-    )
-    measured.add_argument(
-        "--mode",
-        help="modes, separated by commas: queued, idle, graph; a replay has no graph, CPU ranks "
-        "only idle (default: all that the ranks have)",
-    )
+    add = measured.add_argument
+    add("--operator", **NAMES, choices=cli.OPERATOR_NAMES, help=HELP["operator"])
+    add("--set", **NAMES, choices=list(cases.SETS), help=HELP["set"])
+    add("--shapes", **CSV, help="shapes of products: columns name, m, n, k; optionally op")
+    add("--dtype", **NAMES, choices=cases.DTYPES, help=HELP["dtype"])
+    add("--only", **NAMES, help="only the shapes with these names")
+    add("--schedules", **NAMES, help=HELP["schedules"])
+    add("--mode", help=HELP["mode"])
     return measured
 
 
 def _add_output(parser: Any) -> Any:
     """Add the limits and the files of a bench; returns the group of files."""
-    add_fields(parser, BenchSettings, "rounds", "seconds", "seed")
+    cli.add_fields(parser, BenchSettings, "rounds", "seconds", "seed")
     output = parser.add_argument_group("output")
-    add_files(output, "ficco-bench", "set")
+    cli.add_files(output, "ficco-bench", "set")
     output.add_argument("--json", **FLAG, help="print the rows as JSON")
     return output
 
 
 def add_bench(parser: Any) -> None:
-    measured = _add_measured(parser)
-    measured.add_argument(
-        "--without",
-        **NAMES,
-        choices=OPTIONAL,
-        default=[],
-        help=f"baselines to leave out: {', '.join(OPTIONAL)}; the native one has been seen to hang",
-    )
-    add_ranks(parser)
-    add_fields(_add_output(parser), BenchSettings, "timelines")
+    add = _add_measured(parser).add_argument
+    add("--without", **NAMES, choices=OPTIONAL, default=[], help=HELP["without"])
+    cli.add_ranks(parser)
+    cli.add_fields(_add_output(parser), BenchSettings, "timelines")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -135,18 +114,17 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
     device, ranks = place(arguments)
     kind = kind_of(arguments)
-    subject, settings_of_kind = (
-        _others(arguments, device, kind) if kind in KINDS else _products(arguments, device)
-    )
+    measurement = partial(_others, kind=kind) if kind in KINDS else _products
+    subject, settings_of_kind = measurement(arguments, device)
     if "world" in arguments:
         subject = f"replay-{arguments.world}-{subject}"
     settings = BenchSettings(
         **settings_of_kind,
-        **field_values(arguments, BenchSettings),
+        **cli.field_values(arguments, BenchSettings),
         device=device,
         quiet=arguments.json,
         csv=fresh(arguments.out, arguments.name or named(subject, device, ranks)),
-        command=command(),
+        command=cli.command(),
     )
     how: Any = {"device": device, "timeout_s": arguments.seconds + BENCH_START_S}
     rows = launch.launch(bench, arguments.ranks, settings, **how)
@@ -171,14 +149,9 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 def add_replay(parser: Any) -> None:
     _add_measured(parser)
-    parser.add_argument("--world", type=int, metavar="N", required=True, help="ranks of the group")
-    add_fields(parser, Replayed, "rank", "machine")
-    parser.add_argument(
-        "--products",
-        **FLAG,
-        help="first measure what products take on this GPU, in about 20 s, for auto and for what "
-        "peers send",
-    )
+    parser.add_argument("--world", **NUMBER, required=True, help="ranks of the group")
+    cli.add_fields(parser, Replayed, "rank", "machine")
+    parser.add_argument("--products", **FLAG, help=HELP["products"])
     _add_output(parser)
 
 
@@ -202,17 +175,12 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 
 def kind_of(arguments: argparse.Namespace) -> str:
-    """The family of the operators, or layers. Names of families are replaced by their operators.
-
-    Raises:
-        ValueError: the operators have different kinds, or an option is not for their kind.
-    """
+    """The family of the operators, or layers. Names of families are replaced by their operators."""
     named = arguments.operator or (GATHERS,)
     names = [name for one in named for name in FAMILIES.get(one, (one,))]
     arguments.operator = names if arguments.operator else None
-    kind, *others = dict.fromkeys(
-        ASKABLE[name].whose if name in ASKABLE else name for name in names
-    )
+    kinds = (ASKABLE[name].whose if name in ASKABLE else name for name in names)
+    kind, *others = dict.fromkeys(kinds)
     if others:
         raise ValueError(f"--operator: required one family, got {kind} and {others[0]}")
     unserved = (*OF_PRODUCTS, *("schedules", "timelines") * (kind in STEPS))
@@ -223,11 +191,7 @@ def kind_of(arguments: argparse.Namespace) -> str:
 
 
 def place(arguments: argparse.Namespace) -> tuple[str, int]:
-    """The device and the number of ranks of a measurement.
-
-    Raises:
-        ValueError: they are not here, or options do not fit together.
-    """
+    """The device and the number of ranks of a measurement."""
     device = arguments.device or launch.default_device()
     ranks = launch.check_ranks(arguments.ranks, device)
     launch.check_seconds(arguments.seconds)
@@ -250,7 +214,7 @@ def named(subject: str, device: str, ranks: int) -> str:
 
 def fresh(folder: Path, name: str) -> Path:
     """A CSV file that does not exist yet: rows are appended. Raises as :func:`writable`."""
-    path = writable(folder) / f"{name}.csv"
+    path = cli.writable(folder) / f"{name}.csv"
     number = 1
     while path.exists() and launch.own_rank() == 0:
         number += 1
@@ -291,7 +255,7 @@ def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[s
     if "world" not in arguments:
         return {}
     measure = partial(refitted, more=tuple(sorted(blocks))) if arguments.products else None
-    values = field_values(arguments, Replayed)
+    values = cli.field_values(arguments, Replayed)
     return {"replayed": Replayed(world=arguments.world, products=measure, **values)}
 
 
@@ -300,10 +264,10 @@ def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measuremen
     from ficco.schedules import Schedule
 
     room: Any = import_module(f"ficco.tools.bench.{kind}")
+    wanted, names = arguments.operator, arguments.schedules or ()
     shapes_of_kind = [
-        one for one in room.SHAPES[device] if getattr(one, "operator", kind) in arguments.operator
+        one for one in room.SHAPES[device] if getattr(one, "operator", kind) in wanted
     ]
-    names = arguments.schedules or ()
     return kind, {
         "subject": room.SUBJECT,
         "cases": tuple(_only(arguments, shapes_of_kind)),
@@ -331,14 +295,13 @@ def _only(arguments: argparse.Namespace, shapes: Sequence[Any]) -> list[Any]:
 
 
 def chosen(arguments: argparse.Namespace, device: str) -> tuple[list[Case], str]:
-    """The shapes of the command line, and their name in files.
-
-    Raises:
-        ValueError: there is no shape of a name that was asked for.
-    """
+    """The shapes of the command line, and their name in files."""
     operators = arguments.operator
     if arguments.shapes or arguments.set:
-        names, selected = arguments.set or [arguments.shapes.stem], shapes(arguments, arguments.set)
+        names, selected = (
+            arguments.set or [arguments.shapes.stem],
+            cli.shapes(arguments, arguments.set),
+        )
         if operators:
             selected = [case.on(operator) for operator in operators for case in selected]
     else:  # each operator has its own
@@ -373,11 +336,7 @@ def drawn(csv: Path, out: Path | None = None) -> list[Path]:
 
 
 def reported(csv: Path) -> Path:
-    """Write the report of a CSV file of a bench next to it.
-
-    Raises:
-        ValueError: the file is of another command.
-    """
+    """Write the report of a CSV file of a bench next to it."""
     from ficco.tools.bench import frames, harness, report
 
     schema, about = frames.schema_of(csv), frames.read_description(csv)
@@ -404,19 +363,15 @@ DEMO_S = 300.0
 
 
 def add_demo(parser: Any) -> None:
-    add_ranks(parser, "ranks to start (default: 4, or a GPU each)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder for the pictures (default: a new one in the folder for temporary files)",
-    )
+    cli.add_ranks(parser, "ranks to start (default: 4, or a GPU each)")
+    parser.add_argument("--out", type=Path, help=HELP["out"])
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
     from ficco.tools.bench.demo import demo
 
     device = arguments.device or launch.default_device()
-    out = arguments.out and writable(arguments.out)
+    out = arguments.out and cli.writable(arguments.out)
     return launch.launch(demo, arguments.ranks, device, out, device=device, timeout_s=DEMO_S)
 
 
@@ -438,26 +393,16 @@ NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
 
 def add_tune(parser: Any) -> None:
     measured = parser.add_argument_group("what is measured")
-    add_fields(measured, TuneSettings, "quick", "only")
-    measured.add_argument(
-        "--operator",
-        **NAMES,
-        choices=OPERATORS,
-        help="measure only the collectives of these operators, time --shapes for each of them "
-        "(for scattering operators with n and k exchanged), and only their problems of --from-log "
-        f"(default: all collectives; --shapes for the operator in their column op, or {GATHERS})",
-    )
-    text = "time all candidates for these shapes: columns name, m, n, k; optionally op"
-    measured.add_argument("--shapes", **CSV, help=text)
-    text = "time all candidates for the calls of a program that ran with options(log_problems=FILE)"
-    measured.add_argument("--from-log", **FILE, help=text)
-    text = "compare a few points with the file; change nothing"
-    measured.add_argument("--check", **FLAG, help=text)
-    text = "with --check: share by which a point may be off (default: 0.25; on CPUs 1)"
-    measured.add_argument("--tolerance", type=float, help=text)
+    cli.add_fields(measured, TuneSettings, "quick", "only")
+    add = measured.add_argument
+    add("--operator", **NAMES, choices=OPERATORS, help=HELP["tuned operator"])
+    add("--shapes", **CSV, help=HELP["tuned shapes"])
+    add("--from-log", **FILE, help=HELP["from-log"])
+    add("--check", **FLAG, help="compare a few points with the file; change nothing")
+    add("--tolerance", type=float, help=HELP["tolerance"])
     how = parser.add_argument_group("how")
-    add_ranks(how)
-    add_fields(how, TuneSettings, "fresh")
+    cli.add_ranks(how)
+    cli.add_fields(how, TuneSettings, "fresh")
     how.add_argument("--out", **FILE, help="the machine's file (default: the user's own)")
 
 
@@ -478,10 +423,10 @@ def run_tune(arguments: argparse.Namespace) -> int:
     settings = TuneSettings(
         path=path.absolute(),
         device=device,
-        **field_values(arguments, TuneSettings),
+        **cli.field_values(arguments, TuneSettings),
         operators=tuple(arguments.operator or ()),
         problems=tuple(_problems(arguments, ranks, device)),
-        command=command(),
+        command=cli.command(),
     )
     if not settings.steps:
         raise ValueError("--only shapes: required --shapes or --from-log with them, got none")
@@ -505,11 +450,7 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
 
 def _refuse(arguments: argparse.Namespace) -> None:
-    """Refuse options that say nothing together.
-
-    Raises:
-        ValueError: an option needs another option.
-    """
+    """Refuse options that say nothing together."""
     tolerance = arguments.tolerance
     if tolerance is not None and not arguments.check:
         raise ValueError(f"--tolerance: required with --check, got {tolerance} without it")
@@ -531,10 +472,12 @@ def _problems(arguments: argparse.Namespace, ranks: int, device: str) -> list[An
         problems += from_cases(read, ranks, device, arguments.operator or ())
     if arguments.from_log:
         wanted = arguments.operator or OPERATORS
-        every = problem_log.read(arguments.from_log, ranks)
         # Operands of float8 are made in the kinds that shapes are measured in.
-        named = [one for one in every if one.kind_of_operands in cases.DTYPES]
-        logged = [one for one in named if one.operator in wanted]
+        logged = [
+            one
+            for one in problem_log.read(arguments.from_log, ranks)
+            if one.kind_of_operands in cases.DTYPES and one.operator in wanted
+        ]
         if not logged:
             of = f" of {', '.join(arguments.operator)}" if arguments.operator else ""
             raise ValueError(
@@ -550,11 +493,11 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
     from ficco.machine import load
     from ficco.tools.tune.run import check, report
 
-    tolerance = arguments.tolerance or TOLERANCE[device]
+    tolerance, again = arguments.tolerance or TOLERANCE[device], _again(arguments)
     if not path.exists():
         raise ValueError(
-            f"--check: required a machine's file, got none at {path}; run `{_again(arguments)}` "
-            "first, or give another file with --out"
+            f"--check: required a machine's file, got none at {path}; run `{again}` first, or give "
+            "another file with --out"
         )
     machine = load(path)
     here = fingerprint(device, ranks)
@@ -566,7 +509,7 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
     how: Any = {"device": device, "timeout_s": TUNE_START_S * 2}
     points = launch.launch(check, arguments.ranks, machine, device, **how)
     if not launch.own_rank():
-        print(report(points, tolerance, _again(arguments)))
+        print(report(points, tolerance, again))
     return 0 if all(point.holds(tolerance) for point in points) else 1
 
 
@@ -587,28 +530,12 @@ DOCTOR_S = 120.0
 
 
 def add_doctor(parser: Any) -> None:
-    parser.add_argument("--json", **FLAG, help="print JSON")
-    add_ranks(
-        parser,
-        "start so many ranks and make a call, which shows what reaches a peer; the report on auto "
-        "is then for as many (default: start none; auto for a GPU each, or 4)",
-    )
-    parser.add_argument(
-        "--selftest",
-        **FLAG,
-        help="start ranks (default: a GPU each, or 2) and test the engine's assumptions",
-    )
-    parser.add_argument(
-        "--report",
-        **FILE,
-        help="report of --selftest, and its JSON next to it (default: ficco-selftest-<date>.md)",
-    )
-    parser.add_argument(
-        "--read",
-        **FILE,
-        help="print what a report proves and refutes of docs/api/amd-claims.md, and write the "
-        "machine file of its host next to it",
-    )
+    add = parser.add_argument
+    add("--json", **FLAG, help="print JSON")
+    cli.add_ranks(parser, HELP["ranks"])
+    add("--selftest", **FLAG, help=HELP["selftest"])
+    add("--report", **FILE, help=HELP["report"])
+    add("--read", **FILE, help=HELP["read"])
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -627,12 +554,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         launch.check_ranks(ranks, device)  # before the report, which takes seconds
     report = doctor.report(ranks, device)
     report["extra"] = {
-        one: "installed" if is_installed(one) else not_installed(one) for one in EXTRA
+        one: "installed" if cli.is_installed(one) else cli.not_installed(one) for one in cli.EXTRA
     }
     if ranks is not None:
-        name, seen = launch.launch(
-            doctor.after_a_call, ranks, device, device=device, timeout_s=DOCTOR_S
-        )
+        how: Any = {"device": device, "timeout_s": DOCTOR_S}
+        name, seen = launch.launch(doctor.after_a_call, ranks, device, **how)
         report["engines"][name] = seen
         report["call"] = {"ranks": ranks, "engine": name, "result": "right on every rank"}
     if arguments.json:

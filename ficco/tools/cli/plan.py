@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,26 +18,10 @@ from ficco.errors import ConfigError
 from ficco.plan.render import SECONDS, column, legend, seconds_text
 from ficco.problems.products import OPERATORS
 from ficco.problems.sizes import ASKABLE, MODES, problem_of
-from ficco.tools import launch
+from ficco.tools import cli, launch
 from ficco.tools.bench import cases
 from ficco.tools.bench.cases import BenchSettings, Case
-from ficco.tools.cli import (
-    CSV,
-    FILE,
-    FLAG,
-    GATHERS,
-    MACHINE,
-    add_ranks_of_rows,
-    add_sizes,
-    add_world,
-    picture,
-    problem,
-    ranks_per_host,
-    require_extra,
-    shapes,
-    site,
-    sizes,
-)
+from ficco.tools.cli import CSV, FILE, FLAG, GATHERS, MACHINE, NUMBER
 from ficco.tools.cli.measure import BENCH_START_S, drawn, reported
 
 if TYPE_CHECKING:
@@ -46,34 +31,42 @@ if TYPE_CHECKING:
     from ficco.simulate.timeline import Timeline
 
 
+#: Help of the options whose help is long.
+HELP = {
+    "schedules": "names such as growing:compute=2 (default: all named ones)",
+    "set": "shapes that ship with ficco (default: measured)",
+    "mode": "queued: the host runs ahead; idle: the GPU waits for it (default: queued; on CPUs "
+    "idle, since the caller itself carries out the call)",
+    "workspace-bytes": "cap on staging (gathering operators); pieces then share it as a ring",
+    "machine": f"machine that auto and --draw go by: a name or a file (default: {MACHINE})",
+    "from-log": "instead: schedules of problems that a program logged with "
+    "options(log_problems=FILE)",
+    "files": "timelines of ficco simulate or bench --timelines, drawn side by side; or CSV files "
+    "of bench, replay or simulate, each drawn next to it",
+    "out": "png or svg; of a CSV of products the start of the names of two pictures (default: "
+    "timelines.png, or the CSV's name)",
+}
+
+
 # Simulate.
 
 
 def add_simulate(parser: Any) -> None:
-    parser.add_argument(
-        "schedules", nargs="*", help="names such as growing:compute=2 (default: all named ones)"
-    )
+    parser.add_argument("schedules", nargs="*", help=HELP["schedules"])
     problems = parser.add_argument_group("what")
-    text = "shapes that ship with ficco (default: measured)"
-    problems.add_argument("--set", choices=list(cases.SETS), metavar="NAME", help=text)
+    problems.add_argument("--set", choices=list(cases.SETS), metavar="NAME", help=HELP["set"])
     problems.add_argument("--shapes", **CSV, help="shapes: columns name, m, n, k")
-    add_sizes(parser)
+    cli.add_sizes(parser)
     where = parser.add_argument_group("where")
     where.add_argument("--machine", help=f"a name or a file (default: {MACHINE})")
-    add_world(where)
-    where.add_argument(
-        "--mode",
-        choices=MODES,
-        help="queued: the host runs ahead; idle: the GPU waits for it (default: queued; on CPUs "
-        "idle, since the caller itself carries out the call)",
-    )
-    result = parser.add_argument_group("output")
-    result.add_argument("--json", **FLAG, help="print the rows as JSON")
-    result.add_argument("--csv", **FILE, help="write the rows")
-    result.add_argument("--draw", **FILE, help="with one shape: draw its timeline (png, svg)")
-    result.add_argument("--trace", **FILE, help="with one shape: write its trace for Perfetto")
-    text = "with one shape: write its timelines, for ficco plot"
-    result.add_argument("--timelines", **FILE, help=text)
+    cli.add_world(where)
+    where.add_argument("--mode", choices=MODES, help=HELP["mode"])
+    add = parser.add_argument_group("output").add_argument
+    add("--json", **FLAG, help="print the rows as JSON")
+    add("--csv", **FILE, help="write the rows")
+    add("--draw", **FILE, help="with one shape: draw its timeline (png, svg)")
+    add("--trace", **FILE, help="with one shape: write its trace for Perfetto")
+    add("--timelines", **FILE, help="with one shape: write its timelines, for ficco plot")
 
 
 def write(timelines: Sequence[Timeline], arguments: argparse.Namespace) -> None:
@@ -94,8 +87,8 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from ficco.tools.bench import simulated
     from ficco.tools.bench.frames import append, records
 
-    picture(arguments.draw)
-    where = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
+    cli.picture(arguments.draw)
+    where = cli.site(arguments.machine, cli.ranks_per_host(arguments), host=MACHINE)
     mode = arguments.mode or ("idle" if where.mode == "idle" else "queued")
     if "auto" in arguments.schedules:
         raise ValueError(
@@ -111,21 +104,17 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             "give it with --m, --n and --k"
         )
     machine, problems = where.simulated, [one for one, _ in requests]
-    rows = pd.concat(
-        [
-            simulated.simulate_problem(one, shape, machine, mode, schedules)
-            for one, shape in requests
-        ],
-        ignore_index=True,
-    )
+    simulate = partial(simulated.simulate_problem, machine=machine, mode=mode, schedules=schedules)
+    rows = pd.concat([simulate(one, shape) for one, shape in requests], ignore_index=True)
     if arguments.json:
         print(json.dumps(records(rows)))
     else:
-        print(", ".join(dict.fromkeys(map(_heading, problems))))
-        names = ASKABLE[problems[0].operator].required
-        heads = "m, n per rank, k" if "m" in names else ", ".join(names).replace("_", " ")
-        values = sizes(arguments)
-        _print_rows(rows, f"{heads}; candidate", ", ".join(str(values.get(name)) for name in names))
+        names = (one.operator if one.operator in OPERATORS else str(one) for one in problems)
+        print(", ".join(dict.fromkeys(names)))  # with the sizes of those that are no products
+        required, values = ASKABLE[problems[0].operator].required, cli.sizes(arguments)
+        heads = "m, n per rank, k" if "m" in required else ", ".join(required).replace("_", " ")
+        texts = (str(values.get(name)) for name in required)
+        _print_rows(rows, f"{heads}; candidate", ", ".join(texts))
     if arguments.csv:
         arguments.csv.unlink(missing_ok=True)
         print(f"wrote {append(arguments.csv, rows)}", file=sys.stderr)
@@ -138,7 +127,7 @@ def _problems(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, 
     """The requested problems, each with the columns that describe it in rows."""
     from ficco.tools.bench.simulated import shape_of
 
-    values, operator = sizes(arguments), arguments.operator
+    values, operator = cli.sizes(arguments), arguments.operator
     if sum([bool(values), arguments.set is not None, arguments.shapes is not None]) > 1:
         raise ValueError("required one of --set, --shapes, and --m with --n and --k; got several")
     if values or operator not in (None, *OPERATORS):
@@ -150,7 +139,7 @@ def _problems(arguments: argparse.Namespace, world: int) -> Iterator[tuple[Any, 
         else:
             yield one, {"case": str(one), "dtype": arguments.dtype}
         return
-    for case in shapes(arguments, [arguments.set or "measured"]):
+    for case in cli.shapes(arguments, [arguments.set or "measured"]):
         case = case.on(operator or case.operator)
         problem = replace(case.problem(world), hosts=arguments.hosts)
         yield problem, shape_of(case, problem)
@@ -175,11 +164,6 @@ def _timelines(arguments: argparse.Namespace, problem: Any, machine: Machine, mo
         print(f"wrote {arguments.timelines}", file=sys.stderr)
 
 
-def _heading(problem: Any) -> str:
-    """Heading of a table: the operator, or the problem with its sizes."""
-    return problem.operator if problem.operator in OPERATORS else str(problem)
-
-
 def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
     """Print the rows as a table. ``heading``: of the first column, sizes first. ``sizes``: sizes of
     an operator other than products."""
@@ -189,14 +173,9 @@ def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
     from ficco.tools.bench.simulated import BOUNDS
 
     bound = rows["candidate"].isin(BOUNDS)
-    text = pd.DataFrame(
-        {
-            heading: rows["candidate"],
-            "time": column(rows["ms"] * 1e-3, SECONDS),
-            "x serial": cells(rows["speedup"].where(~bound | (rows["candidate"] == "ideal"))),
-            "of ideal": cells(rows["share"].where(~bound)),
-        }
-    )
+    columns = {heading: rows["candidate"], "time": column(rows["ms"] * 1e-3, SECONDS)}
+    columns["x serial"] = cells(rows["speedup"].where(~bound | (rows["candidate"] == "ideal")))
+    text = pd.DataFrame({**columns, "of ideal": cells(rows["share"].where(~bound))})
     tables: list[pd.DataFrame] = []
     starts, ends = [], []
     for case, mine in rows.groupby("case", sort=False):
@@ -217,28 +196,17 @@ def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
 
 
 def add_plan(parser: Any) -> None:
-    parser.add_argument("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
-    add_sizes(parser)
-    add_ranks_of_rows(parser)
-    parser.add_argument(
-        "--rank", type=int, metavar="N", default=0, help="the rank to print (default: 0)"
-    )
-    parser.add_argument(
-        "--workspace-bytes",
-        type=int,
-        metavar="N",
-        help="cap on staging (gathering operators); pieces then share it as a ring",
-    )
-    parser.add_argument(
-        "--machine",
-        help=f"machine that auto and --draw go by: a name or a file (default: {MACHINE})",
-    )
-    parser.add_argument("--draw", **FILE, help="draw the timeline (png, svg)")
-    parser.add_argument("--trace", **FILE, help="write a trace for Perfetto")
-    parser.add_argument("--json", **FLAG, help="print the steps as JSON")
-    parser.add_argument(
-        "--promela", **FILE, help="write a model of all ranks for SPIN; - prints it, and only it"
-    )
+    add = parser.add_argument
+    add("schedule", help="a name such as hetero-fused-1d:pieces=4,pull, or auto")
+    cli.add_sizes(parser)
+    cli.add_ranks_of_rows(parser)
+    add("--rank", **NUMBER, default=0, help="the rank to print (default: 0)")
+    add("--workspace-bytes", **NUMBER, help=HELP["workspace-bytes"])
+    add("--machine", help=HELP["machine"])
+    add("--draw", **FILE, help="draw the timeline (png, svg)")
+    add("--trace", **FILE, help="write a trace for Perfetto")
+    add("--json", **FLAG, help="print the steps as JSON")
+    add("--promela", **FILE, help="write a model of all ranks for SPIN; - prints it, and only it")
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
@@ -250,11 +218,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from ficco.simulate import simulate
     from ficco.tools.promela import promela
 
-    where = site(arguments.machine, ranks_per_host(arguments), default=MACHINE)
-    wanted = problem(arguments, where.world)
+    where = cli.site(arguments.machine, cli.ranks_per_host(arguments), host=MACHINE)
+    wanted = cli.problem(arguments, where.world)
     if not 0 <= arguments.rank < wanted.world:
         raise ValueError(f"--rank: required 0 to {wanted.world - 1}, got {arguments.rank}")
-    picture(arguments.draw)
+    cli.picture(arguments.draw)
     drawn = where.simulated if arguments.draw or arguments.trace else None
     family = family_of(wanted)
     decision = decide(wanted, arguments.schedule, machine=where.machine, mode=where.mode)
@@ -301,32 +269,35 @@ def _plan_text(plan: Any, decision: Any) -> str:
 def _plan_json(plan: Any, decision: Any) -> dict[str, Any]:
     return {
         "problem": asdict(plan.problem),
-        **{name: getattr(plan, name) for name in ("schedule", "rank", "lanes", "words")},
-        **{name: getattr(decision, name) for name in ("source", "reason")},
+        **_fields(plan, "schedule rank lanes words"),
+        **_fields(decision, "source reason"),
         "buffers": [
             {
-                **{name: getattr(one, name) for name in ("name", "holds", "dtype")},
+                **_fields(one, "name holds dtype"),
                 "shape": plan.shape(one.name),
-                **{name: getattr(one, name) for name in ("memory", "layout")},
+                **_fields(one, "memory layout"),
             }
             for one in plan.buffers
         ],
-        "stages": plan.stages,
-        "extra_bytes": plan.extra_bytes,
+        **_fields(plan, "stages extra_bytes"),
         "steps": [
             {
-                **{name: getattr(step, name) for name in ("op", "lane", "label", "after")},
+                **_fields(step, "op lane label after"),
                 "waits": [signal.name for signal in step.waits],
                 "posts": [signal.name for signal in step.posts],
                 **{
                     key: [{"signal": one.name, "rows": (one.first, one.last)} for one in signals]
-                    for key, signals in (("gates", step.gates), ("announces", step.announces))
+                    for key, signals in _fields(step, "gates announces").items()
                 },
                 "work": _plain(step.work),
             }
             for step in plan.steps
         ],
     }
+
+
+def _fields(value: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names.split()}
 
 
 def _plain(value: Any) -> Any:
@@ -344,19 +315,17 @@ MEASURE_S = 20.0
 
 
 def add_explain(parser: Any) -> None:
-    add_sizes(parser)
-    add_ranks_of_rows(parser)
-    parser.add_argument("--schedule", default="auto", help="schedule to explain (default: auto)")
-    parser.add_argument("--machine", help="a name or a file (default: this host's)")
-    parser.add_argument("--captured", **FLAG, help="the call is captured in a graph")
-    text = "instead: schedules of problems that a program logged with options(log_problems=FILE)"
-    parser.add_argument("--from-log", **FILE, help=text)
-    parser.add_argument("--measure", **FLAG, help="also time the candidates on this host")
-    parser.add_argument(
-        "--seconds", type=float, help=f"time for --measure (default: {MEASURE_S:g})"
-    )
-    parser.add_argument("--json", **FLAG, help="print everything as JSON")
-    parser.add_argument("--draw", **FILE, help="draw the candidates (png, svg)")
+    add = parser.add_argument
+    cli.add_sizes(parser)
+    cli.add_ranks_of_rows(parser)
+    add("--schedule", default="auto", help="schedule to explain (default: auto)")
+    add("--machine", help="a name or a file (default: this host's)")
+    add("--captured", **FLAG, help="the call is captured in a graph")
+    add("--from-log", **FILE, help=HELP["from-log"])
+    add("--measure", **FLAG, help="also time the candidates on this host")
+    add("--seconds", type=float, help=f"time for --measure (default: {MEASURE_S:g})")
+    add("--json", **FLAG, help="print everything as JSON")
+    add("--draw", **FILE, help="draw the candidates (png, svg)")
 
 
 def run_explain(arguments: argparse.Namespace) -> int:
@@ -364,9 +333,15 @@ def run_explain(arguments: argparse.Namespace) -> int:
 
     if arguments.from_log:
         return _from_log(arguments)
-    _refuse(arguments)
-    where = site(arguments.machine, ranks_per_host(arguments), captured=arguments.captured)
-    wanted = problem(arguments, where.world)
+    if arguments.rows and arguments.measure:
+        raise ValueError("--measure: required without --rows; it times equal rows only")
+    if (seconds := arguments.seconds) is not None:
+        if not arguments.measure:
+            raise ValueError(f"--seconds: required with --measure, got {seconds:g} without it")
+        launch.check_seconds(seconds)
+    cli.picture(arguments.draw)
+    where = cli.site(arguments.machine, cli.ranks_per_host(arguments), captured=arguments.captured)
+    wanted = cli.problem(arguments, where.world)
     if arguments.measure and wanted.operator not in OPERATORS:
         raise ValueError(
             f"--measure: required an operator of products, got {wanted.operator}; "
@@ -390,7 +365,7 @@ def _from_log(arguments: argparse.Namespace) -> int:
     from ficco.heuristics import decide
     from ficco.ops import problem_log
 
-    for name in (*sizes(arguments), "rows", "measure", "draw"):
+    for name in (*cli.sizes(arguments), "rows", "measure", "draw"):
         if getattr(arguments, name) not in (None, False):
             raise ValueError(f"--{name}: required without --from-log, whose problems have sizes")
     problems = problem_log.read(arguments.from_log, arguments.world)
@@ -398,30 +373,14 @@ def _from_log(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--from-log: required a problem in {arguments.from_log}, got none")
     decisions = []
     for one in problems:
-        where = site(arguments.machine, one.local_world, captured=arguments.captured)
-        mode = where.mode
-        decisions.append(decide(one, arguments.schedule, machine=where.machine, mode=mode))
+        where = cli.site(arguments.machine, one.local_world, captured=arguments.captured)
+        how = {"machine": where.machine, "mode": where.mode}
+        decisions.append(decide(one, arguments.schedule, **how))
     if arguments.json:
         print(json.dumps([as_json(decision, {}) for decision in decisions], indent=2))
-        return 0
-    for decision in decisions:
-        print(problem_log.choice(decision))
+    else:
+        print(*map(problem_log.choice, decisions), sep="\n")
     return 0
-
-
-def _refuse(arguments: argparse.Namespace) -> None:
-    """Refuse options that say nothing together.
-
-    Raises:
-        ValueError: an option needs another option.
-    """
-    if arguments.rows and arguments.measure:
-        raise ValueError("--measure: required without --rows; it times equal rows only")
-    if (seconds := arguments.seconds) is not None:
-        if not arguments.measure:
-            raise ValueError(f"--seconds: required with --measure, got {seconds:g} without it")
-        launch.check_seconds(seconds)
-    picture(arguments.draw)
 
 
 def _measure(
@@ -429,16 +388,13 @@ def _measure(
 ) -> tuple[dict[str, dict[str, float]], bool]:
     """Seconds of every candidate by mode, measured on the ranks of this host, and whether one was
     wrong or failed.
-
-    Raises:
-        ValueError: this problem cannot be measured here.
     """
     from ficco.tools.bench import products
     from ficco.tools.bench.candidates import parse
     from ficco.tools.bench.harness import bench
     from ficco.tools.bench.measure import modes_of
 
-    require_extra()
+    cli.require_extra()
     problem, device = decision.problem, launch.default_device()
     sizes = problem.m, problem.n, problem.k, problem.kind_of_operands
     case = Case("explained", *sizes, operator=problem.operator)
@@ -474,26 +430,25 @@ def _measure(
 
 def as_json(decision: Any, measured: dict[str, dict[str, float]]) -> dict[str, Any]:
     """A decision as data for other programs; all times are seconds."""
+    candidates = [
+        {
+            "schedule": one.schedule,
+            "predicted": _fields(one, "queued idle"),
+            "measured": measured.get(one.schedule, {}),
+            "share_of_ideal": one.share,
+            "gemm_decomposition": one.losses and one.losses.gemm,
+            "copy_decomposition": one.losses and one.losses.copies,
+            "contention": one.losses and one.losses.contention,
+            "extra_bytes": one.extra_bytes,
+        }
+        for one in decision.candidates
+    ]
     return {
-        "problem": str(decision.problem),
-        "schedule": str(decision.schedule),
-        "source": decision.source,
-        "reason": decision.reason,
+        **{name: str(getattr(decision, name)) for name in ("problem", "schedule")},
+        **_fields(decision, "source reason"),
         "machine": decision.machine and decision.machine.name,
         "mode": decision.mode,
-        "candidates": [
-            {
-                "schedule": one.schedule,
-                "predicted": {"queued": one.queued, "idle": one.idle},
-                "measured": measured.get(one.schedule, {}),
-                "share_of_ideal": one.share,
-                "gemm_decomposition": one.losses and one.losses.gemm,
-                "copy_decomposition": one.losses and one.losses.copies,
-                "contention": one.losses and one.losses.contention,
-                "extra_bytes": one.extra_bytes,
-            }
-            for one in decision.candidates
-        ],
+        "candidates": candidates,
     }
 
 
@@ -542,29 +497,26 @@ OF_TIMELINES = ("trace", "only", "ranks")
 
 
 def add_plot(parser: Any) -> None:
-    text = "timelines of ficco simulate or bench --timelines, drawn side by side; or CSV files of "
-    text += "bench, replay or simulate, each drawn next to it"
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=text)
-    text = "png or svg; of a CSV of products the start of the names of two pictures (default: "
-    parser.add_argument("--out", **FILE, help=text + "timelines.png, or the CSV's name)")
-    parser.add_argument("--trace", **FILE, help="write a trace for Perfetto")
-    parser.add_argument("--only", metavar="TEXT", help="timelines with this in their title")
-    parser.add_argument("--ranks", help="ranks of timelines: 0, 0,3 or all (default: 0)")
-    parser.add_argument("--report", **FLAG, help="also write the report of the CSV of a bench anew")
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help=HELP["files"])
+    add("--out", **FILE, help=HELP["out"])
+    add("--trace", **FILE, help="write a trace for Perfetto")
+    add("--only", metavar="TEXT", help="timelines with this in their title")
+    add("--ranks", help="ranks of timelines: 0, 0,3 or all (default: 0)")
+    add("--report", **FLAG, help="also write the report of the CSV of a bench anew")
 
 
 def run_plot(arguments: argparse.Namespace) -> int:
     from ficco.tools.bench.draw import draw, trace
 
-    picture(arguments.out, "--out")
+    cli.picture(arguments.out, "--out")
     tables = [path for path in arguments.files if path.suffix == ".csv"]
     if tables and len(tables) < len(arguments.files):
         raise ValueError("FILE: required timelines, or CSV files, got both")
+    served = "timelines" if tables else "the CSV of a bench"
     for name in OF_TIMELINES if tables else ("report",):
         if getattr(arguments, name):
-            raise ValueError(
-                f"--{name}: required {'timelines' if tables else 'the CSV of a bench'}"
-            )
+            raise ValueError(f"--{name}: required {served}")
     if len(tables) > 1 and arguments.out:
         raise ValueError(
             f"--out: required one CSV file, got {len(tables)}; without --out each picture "
@@ -600,12 +552,8 @@ def _read(path: Path, only: str | None) -> list[Timeline]:
     try:
         timelines = loads(text, str(path))
     except ConfigError as error:
-        raise ConfigError(
-            str(path),
-            error.key,
-            "required a file of `ficco simulate --timelines` or `ficco bench --timelines`, or a "
-            f".csv ({error.expected})",
-        ) from None
+        why = "required a file of `ficco simulate --timelines` or `ficco bench --timelines`, or a "
+        raise ConfigError(str(path), error.key, f"{why}.csv ({error.expected})") from None
     return [one for one in timelines if only is None or only in one.title]
 
 

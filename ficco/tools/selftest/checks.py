@@ -150,7 +150,7 @@ class Rank:
     folder: str = ""
     iteration: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
-    journal: Callable[[dict[str, Any]], None] = lambda facts: None
+    journal: Callable[..., None] = lambda **facts: None
     pairs: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def gather(self, value: Any) -> list[Any]:
@@ -171,7 +171,7 @@ class Rank:
     def note(self, **facts: Any) -> None:
         """Add facts of the running check. ``doing``: the operation that may not return."""
         self.facts |= facts
-        self.journal(self.facts)
+        self.journal(facts=self.facts)
 
     def idle(self) -> None:
         """Wait until this rank's device is idle."""
@@ -272,13 +272,12 @@ def compared(
     outcomes = list(exact_calls(calls, operands, count, first=at.iteration, compare=compare))
     at.iteration += len(outcomes)
     ficco.synchronize(group)
-    wrong = [(one.name, number, one.wrong.tolist()) for number, one in enumerate(outcomes, 1)]
-    lines = [
-        f"{name}, call {number} of {len(outcomes)}: {sum(many)} wrong elements"
-        + f", in the rows of ranks {[i for i, n in enumerate(many) if n]}" * (len(many) > 1)
-        for name, number, many in wrong
-        if any(many)
-    ]
+    lines = []
+    for number, one in enumerate(outcomes, 1):
+        if any(wrong := one.wrong.tolist()):
+            line = f"{one.name}, call {number} of {len(outcomes)}: {sum(wrong)} wrong elements"
+            where = f", in the rows of ranks {[i for i, n in enumerate(wrong) if n]}"
+            lines.append(line + where * (len(wrong) > 1))
     if len(lines) > NAMED_CALLS:
         lines[NAMED_CALLS:] = [f"so were {len(lines) - NAMED_CALLS} more of {len(outcomes)} calls"]
     return lines
@@ -300,15 +299,10 @@ def wrong_rows(result: torch.Tensor, operands: Operands) -> torch.Tensor:
 
 
 def proven(
-    at: Rank,
-    group: ProcessGroup,
-    schedules: Sequence[str],
-    *cases: tuple[Operands | Shape, int],
+    at: Rank, group: ProcessGroup, schedules: Sequence[str], *cases: tuple[Operands | Shape, int]
 ) -> int:
     """Make the calls of each schedule in each case; return their number, or raise on all ranks."""
-    at.conclude(
-        line for where, count in cases for line in exact(at, group, schedules, where, count)
-    )
+    at.conclude(line for case in cases for line in exact(at, group, schedules, *case))
     return len(schedules) * sum(count for _, count in cases)
 
 
@@ -332,12 +326,10 @@ def device(at: Rank, group: ProcessGroup) -> Passed:
     except NotImplementedError as error:  # there is no engine
         raise CheckFailed(str(error)) from error
     engine = at.engine(group)
-    at.note(accelerator=engine.fingerprint().accelerator)
-    mine = {
-        "device": engine.fingerprint().accelerator,
-        **asdict(engine.capabilities()),
-        "attributes": probe.attributes(at.device),
-    }
+    accelerator = engine.fingerprint().accelerator
+    at.note(accelerator=accelerator)
+    mine = {"device": accelerator, **asdict(engine.capabilities())}
+    mine["attributes"] = probe.attributes(at.device)
     problems = [] if at.gather(mine)[0] == mine else [f"differs from rank 0: {mine}"]
     if at.device.type == "cuda":
         here = gpu.current_device()
@@ -367,8 +359,7 @@ def memory(at: Rank, group: ProcessGroup) -> Passed:
         for schedule in MOVED
         for line in _moved(at, group, schedule, shard)
     )
-    nbytes = plain.nbytes
-    return Passed(f"each rank read {nbytes / 2**20:.3g} MiB of every peer, push and pull")
+    return Passed(f"each rank read {plain.nbytes / 2**20:.3g} MiB of every peer, push and pull")
 
 
 def _moved(at: Rank, group: ProcessGroup, schedule: str, shard: torch.Tensor) -> list[str]:
@@ -520,14 +511,11 @@ def tiles(at: Rank, group: ProcessGroup) -> Passed:
 
 
 #: Schedules of each operator in its check: every named one, and knobs of each kind.
-VARIED = (
-    [*NAMED]
-    + """
-    serial:collective shard-overlap:pull growing:tail=2 shrinking:pieces=2,pull
+VARIED = f"""
+    {" ".join(NAMED)} serial:collective shard-overlap:pull growing:tail=2 shrinking:pieces=2,pull
     hetero-fused-1d:pieces=3,copy=2,compute=2 hetero-fused-2d:pieces=3,pull
     shard-overlap:beta hetero-fused-1d:pieces=3,beta ring:pieces=3
 """.split()
-)
 
 
 def operator(at: Rank, group: ProcessGroup, operator: str) -> Passed:
@@ -780,10 +768,8 @@ def overlap(at: Rank, group: ProcessGroup) -> Passed:
 
 def looks(products: float, copies: float) -> Passed:
     """Outcome from the slowdowns of products and of copies during each other."""
-    seen = (
-        f"during each other products take {products:.2f} and copies {copies:.2f} times as long as "
-        "without; only a profile proves it"
-    )
+    seen = f"during each other products take {products:.2f} and copies {copies:.2f} times as long "
+    seen += "as without; only a profile proves it"
     if max(products, copies) > SLOWER:
         raise NotOffered(f"looks like copies by compute units: {seen}")
     return Passed(f"looks like copies by DMA engines: {seen}")
@@ -853,10 +839,8 @@ def bandwidth_of_all(at: Rank, group: ProcessGroup) -> Passed:
         return Passed(seen, details)
     pair = statistics.median(pairs(at).values())
     share = rates[lanes] / (peers * pair)
-    seen += (
-        f"; {lanes} reaches {rates[lanes]:.1f} GB/s, {share:.2f} of {peers} links of {pair:.1f} "
-        "GB/s each"
-    )
+    seen += f"; {lanes} reaches {rates[lanes]:.1f} GB/s, {share:.2f} of {peers} links of "
+    seen += f"{pair:.1f} GB/s each"
     if share < SLOW:
         raise NotOffered(f"copy lanes do not fill the links: {seen}", details)
     return Passed(seen, details)

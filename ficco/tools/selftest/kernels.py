@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -12,19 +13,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
-from ficco.hip_kernels.launch import (
-    CASTS,
-    COMBINES,
-    E4M3,
-    GATED,
-    GATES,
-    MERGES,
-    REDUCTIONS,
-    Kernels,
-    Script,
-    ScriptStep,
-    Signals,
-)
+from ficco.hip_kernels import launch
+from ficco.hip_kernels.launch import Kernels, Script, ScriptStep, Signals
 from ficco.tools import probe
 from ficco.tools.selftest.checks import Passed, Rank
 
@@ -45,10 +35,10 @@ DEADLINE_S, PATIENCE_S = 0.2, 2.0
 def own(at: Rank, group: ProcessGroup) -> Passed:
     kernels, stream = probe.own_kernels(at.device)
     tried = _Trial(at, kernels, stream, torch.Generator(at.device).manual_seed(at.rank))
-    problems = [*tried.placed(), *tried.summed()]
+    parts = [tried.placed, tried.summed]
     if isinstance(kernels, Kernels):
-        problems += [*tried.copied(), *tried.cast(), *tried.merged(), *tried.combined()]
-        problems += [*tried.gated(), *tried.routed(), *tried.signalled(), *tried.scripted()]
+        parts += [tried.copied, tried.cast, tried.merged, tried.combined]
+        parts += [tried.gated, tried.routed, tried.signalled, tried.scripted]
         seen = (
             "placement, sums, copies, casts, merges, combinations, gates, routes, posts, waits and "
             "scripts as they should be, "
@@ -59,6 +49,7 @@ def own(at: Rank, group: ProcessGroup) -> Passed:
             "placement and sums exact, by PyTorch's operations; copies to several places, posts "
             "and waits are not there: they need ficco's kernels"
         )
+    problems = [line for part in parts for line in part()]
     at.settle()
     at.conclude(problems)
     return Passed(seen)
@@ -66,7 +57,7 @@ def own(at: Rank, group: ProcessGroup) -> Passed:
 
 @dataclass
 class _Trial:
-    """Each method launches kernels of one kind, and returns problems."""
+    """Each method launches kernels of one kind, and yields problems."""
 
     at: Rank
     kernels: Any
@@ -81,8 +72,8 @@ class _Trial:
     def words(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=self.at.device)
 
-    def placed(self) -> list[str]:
-        problems, half = [], torch.bfloat16
+    def placed(self) -> Iterator[str]:
+        half = torch.bfloat16
         for rows, cols, pitch, first in PARTS:
             source = self.integers(half, rows, cols)
             wide = torch.full((rows, pitch), 99.0, dtype=half, device=self.at.device)
@@ -91,18 +82,16 @@ class _Trial:
             self.kernels.place(wide[:, part], source, self.stream)
             self.kernels.place(back, wide[:, part], self.stream)
             if not (torch.equal(wide, wanted) and torch.equal(back, source)):
-                problems.append(f"placement of {rows} x {cols} at {first} of {pitch} is wrong")
-        return problems
+                yield f"placement of {rows} x {cols} at {first} of {pitch} is wrong"
 
-    def summed(self) -> list[str]:
-        problems = []
-        for part, out in sorted(REDUCTIONS, key=str):
+    def summed(self) -> Iterator[str]:
+        for part, out in sorted(launch.REDUCTIONS, key=str):
             for count, size in ((2, 4096), (8, 1000), (16, 7)):
                 parts = [self.integers(part, 1, size) for _ in range(count)]
                 total = torch.empty(1, size, dtype=out, device=self.at.device)
                 self.kernels.reduce(total, parts, self.stream)
                 if not torch.equal(total, _sum(parts, out)):
-                    problems.append(f"the sum of {count} x {size} {part} in {out} is wrong")
+                    yield f"the sum of {count} x {size} {part} in {out} is wrong"
         for half, (rows, cols, pitch, first) in product(HALVES, IN_PLACE):
             wide = self.integers(half, 4, rows, pitch)
             blocks, wanted = list(wide[:, :, first : first + cols]), wide[0].clone()
@@ -110,13 +99,12 @@ class _Trial:
             self.kernels.reduce(blocks[0], blocks, self.stream)
             if not torch.equal(wide[0], wanted):
                 shape = f"4 x {rows} x {cols} {half} at {first} of {pitch}"
-                problems.append(f"the sum of {shape} is wrong")
-        return problems
+                yield f"the sum of {shape} is wrong"
 
-    def copied(self) -> list[str]:
+    def copied(self) -> Iterator[str]:
         """Copies to several places by one launch, with signals and without: the ends lie alike
         within 16 bytes."""
-        problems, half = [], torch.bfloat16
+        half = torch.bfloat16
         words = self.words(4)
         each = [words.data_ptr() + 4 * i for i in range(4)]
         front = Script((ScriptStep(each[1], 7), ScriptStep(each[1], 7, waits=True)), alone=1)
@@ -136,29 +124,26 @@ class _Trial:
             wrong = [n for n in range(PLACES) if not torch.equal(wide[n], wanted[n])]
             if wrong:
                 part = f"{rows} x {cols} at {first} of {pitch} to {PLACES} places"
-                problems.append(f"copies of {part}: wrong at {wrong}")
+                yield f"copies of {part}: wrong at {wrong}"
             if signals is not None and (left := words.tolist()) != [0, 7, 9, 0]:
-                problems.append(f"a launch of copies left {left} in words, not 0, 7, 9, 0")
+                yield f"a launch of copies left {left} in words, not 0, 7, 9, 0"
             words.zero_()
-        return problems
 
-    def cast(self) -> list[str]:
+    def cast(self) -> Iterator[str]:
         """Small integers, which casts to float8 keep, by factors of rows and of blocks."""
-        problems, device = [], self.at.device
-        for dtype, to, parts in product(CASTS, E4M3, (1, 4)):
+        device = self.at.device
+        for dtype, to, parts in product(launch.CASTS, launch.E4M3, (1, 4)):
             matrix, out = self.integers(dtype, 9, 512), torch.zeros(9, 512, device=device).to(to)
             factors = torch.zeros(9, parts, device=device)
             self.kernels.cast(out, factors, matrix, self.stream)
             back = out.float() * factors.repeat_interleave(512 // parts, 1)
             if not torch.equal(back, matrix.float()):
-                problems.append(f"the cast of {dtype} to {to} by {parts} factors a row is wrong")
-        return problems
+                yield f"the cast of {dtype} to {to} by {parts} factors a row is wrong"
 
-    def merged(self) -> list[str]:
+    def merged(self) -> Iterator[str]:
         """Parts of attention: four that weigh the same, whose mean is exact, and one without
         weight."""
-        problems = []
-        for dtype in MERGES:
+        for dtype in launch.MERGES:
             parts = [self.integers(dtype, 2, 3, 5, 64) for _ in range(5)]
             weights = list(torch.zeros(5, 2, 3, 5, device=self.at.device))
             weights[-1] -= 1e4
@@ -168,22 +153,19 @@ class _Trial:
             wanted = torch.stack(parts[:4]).float().mean(0).to(dtype)
             # The instructions for exponents and logarithms are off by some units in the last place.
             if not (torch.equal(out, wanted) and (lse - math.log(4)).abs().max() < 1e-5):
-                problems.append(f"the merge of five parts of {dtype} is wrong")
-        return problems
+                yield f"the merge of five parts of {dtype} is wrong"
 
-    def gated(self) -> list[str]:
+    def gated(self) -> Iterator[str]:
         """Gates of half a row: ReLU of small integers, and SiLU of numbers with exact results."""
-        problems = []
-        for function, dtype in product(GATES, GATED):
+        for function, dtype in product(launch.GATES, launch.GATED):
             rows = self.integers(dtype, 2, 9, 128)
             rows[..., :64] = rows[..., :64].sign() * 128
             out = torch.empty_like(rows[..., :64], memory_format=torch.contiguous_format)
             self.kernels.gate(function, out, rows, self.stream)
             if not torch.equal(out, rows[..., :64].relu() * rows[..., 64:]):
-                problems.append(f"{function} of {dtype} is wrong")
-        return problems
+                yield f"{function} of {dtype} is wrong"
 
-    def routed(self) -> list[str]:
+    def routed(self) -> Iterator[str]:
         """Pairs of tokens and experts, counted in their order."""
         chosen = torch.arange(1400, device=self.at.device).view(700, 2) ** 2 % 11
         counts, places, rows, _ = self.kernels.route(chosen, 11, 100, self.stream)
@@ -197,22 +179,22 @@ class _Trial:
         *_, rows, held = self.kernels.route(chosen, 11, 0, self.stream)
         right &= torch.equal(rows, begins[chosen] + places)
         right &= torch.equal(held, order % 700)
-        return [] if right else ["the route of 700 tokens to 11 experts is wrong"]
+        if not right:
+            yield "the route of 700 tokens to 11 experts is wrong"
 
-    def combined(self) -> list[str]:
+    def combined(self) -> Iterator[str]:
         """Rows of experts: small integers, whose sums by small weights are exact."""
-        problems, device = [], self.at.device
-        for dtype in COMBINES:
+        device = self.at.device
+        for dtype in launch.COMBINES:
             rows, out = self.integers(dtype, 20, 64), torch.empty(9, 64, dtype=dtype, device=device)
             picked = torch.arange(27, device=device).view(3, 9).t() % 20
             weights = (torch.arange(27, device=device).view(9, 3) % 3).float()
             self.kernels.combine(out, rows, picked, weights, self.stream)
             wanted = (rows[picked].float() * weights[..., None]).sum(1).to(dtype)
             if not torch.equal(out, wanted):
-                problems.append(f"the combination of three rows of {dtype} is wrong")
-        return problems
+                yield f"the combination of three rows of {dtype} is wrong"
 
-    def signalled(self) -> list[str]:
+    def signalled(self) -> Iterator[str]:
         """Posts and waits of two streams, in memory of the device's own. No wait lasts longer than
         its deadline."""
         at, kernels, words, late = self.at, self.kernels, self.words(2, WORDS), self.words(2)
@@ -229,7 +211,8 @@ class _Trial:
         kernels.wait(posted, PATIENCE_S, missed, self.stream)
         at.idle()
         if index := int(late[0]):
-            return [f"a wait after its own posts missed word {index - 1}"]
+            yield f"a wait after its own posts missed word {index - 1}"
+            return
         words.zero_()
         at.idle()
         # Posts are launched before the wait for them, since both streams may share a queue. The
@@ -242,27 +225,22 @@ class _Trial:
         kernels.place(seen, data, waiter)
         at.idle()
         took = time.monotonic() - began
-        problems = []
         missing, deadline_word = late.tolist()
         if missing:
-            problems.append(f"a wait missed word {missing - 1}, which another stream had posted")
+            yield f"a wait missed word {missing - 1}, which another stream had posted"
         elif float(seen) != 5.0:
-            problems.append("after a wait was not seen what came before the post")
+            yield "after a wait was not seen what came before the post"
         if words[0].tolist() != [value for _, value in posted] or words[1].any():
-            problems.append("posts wrote something else than they should")
+            yield "posts wrote something else than they should"
         if deadline_word != 1 + NEVER:
-            problems.append(
-                f"a wait that reached its deadline wrote {deadline_word}, {1 + NEVER} is right"
-            )
+            yield f"a wait that reached its deadline wrote {deadline_word}, {1 + NEVER} is right"
         if not (missing or 0.9 * DEADLINE_S <= took < PATIENCE_S):
-            problems.append(f"a wait with a deadline of {DEADLINE_S} s was over after {took:.2f} s")
-        return problems
+            yield f"a wait with a deadline of {DEADLINE_S} s was over after {took:.2f} s"
 
-    def scripted(self) -> list[str]:
+    def scripted(self) -> Iterator[str]:
         """Sums with scripts before and after, and a script by itself. Scripts wait only for words
         that they have written."""
-        problems = []
-        dtypes = sorted({part for part, out in REDUCTIONS if part == out}, key=str)
+        dtypes = sorted({part for part, out in launch.REDUCTIONS if part == out}, key=str)
         for dtype, (rows, cols, pitch, first) in product(dtypes, PARTS):
             words = self.words(5)
             arrived, *each = (words.data_ptr() + 4 * i for i in range(5))
@@ -276,9 +254,9 @@ class _Trial:
             self.kernels.script(Script(steps, alone=2), self.stream)
             if not torch.equal(total, _sum(parts, dtype)):
                 tile = f"{PLACES} x {rows} x {cols} {dtype} at {first} of {pitch}"
-                problems.append(f"the sum of {tile} with scripts is wrong")
+                yield f"the sum of {tile} with scripts is wrong"
             if words.tolist() != [0, 7, 9, 5, 0]:
-                problems.append(f"scripts left {words.tolist()} in words, not 0, 7, 9, 5, 0")
+                yield f"scripts left {words.tolist()} in words, not 0, 7, 9, 5, 0"
         for dtype in dtypes:  # a rank that is its own peer
             words, parts = self.words(1 + PLACES), self.integers(dtype, PLACES, 17, 512)
             total, come, home = torch.empty_like(parts)
@@ -287,8 +265,7 @@ class _Trial:
             signals = Signals(words.data_ptr())
             self.kernels.two_shot(total, list(parts), *ends, signals, self.stream)
             if not total.equal(_sum(list(parts), dtype)) or not home.equal(total) or words.any():
-                problems.append(f"the exchanged sum of 17 x 512 {dtype} is wrong")
-        return problems
+                yield f"the exchanged sum of 17 x 512 {dtype} is wrong"
 
     def new_stream(self) -> Any:
         """A new stream, as kernels take it; on a CPU the current one."""

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -37,18 +37,7 @@ from ficco.tools.bench.cases import OPERATOR as GATHER
 from ficco.tools.bench.cases import SETS
 from ficco.tools.launch import RankFailed, check_ranks, launch, local_device, under_torchrun
 from ficco.tools.selftest import checks, kernels
-from ficco.tools.selftest.checks import (
-    CheckFailed,
-    NotOffered,
-    Passed,
-    PeerLeft,
-    Rank,
-    SelftestSettings,
-    all_at_once,
-    call_times,
-    operands_of,
-    proven,
-)
+from ficco.tools.selftest.checks import NotOffered, Passed, Rank, SelftestSettings
 from ficco.tools.tune.effort import TuneSettings
 
 
@@ -68,7 +57,7 @@ class Check:
 
     def on(self, engine: str) -> Check:
         """The check with the advice for an engine."""
-        advice = probe.ADVICE[engine].get(self.name)
+        advice = probe.ADVICE.get(engine, {}).get(self.name)
         return replace(self, instead=f"{self.instead}; {advice}") if advice else self
 
 
@@ -78,12 +67,14 @@ COLLECTIVE = "schedule='serial:collective', or PyTorch's own collectives"
 def _shape(at: Rank, group: ProcessGroup, name: str) -> Passed:
     """Time a shape by the library's collective and product, and by ficco's schedules."""
     case = next(one for one in SETS[at.settings.shapes]() if one.name == name)
-    problem, lanes = case.problem(at.world), all_at_once(at)
+    problem, lanes = case.problem(at.world), checks.all_at_once(at)
     schedules = ["serial:collective", "serial", lanes, "auto"]
-    proven(at, group, schedules, (operands_of(at, problem), 1))
+    checks.proven(at, group, schedules, (checks.operands_of(at, problem), 1))
     sizes = problem.rows[at.rank], problem.n, problem.k
     dtype = getattr(torch, problem.dtype)
-    series = call_times(at, group, schedules, sizes, dtype, seconds=at.settings.shape_seconds)
+    series = checks.call_times(
+        at, group, schedules, sizes, dtype, seconds=at.settings.shape_seconds
+    )
     ms = {schedule: 1e3 * statistics.median(times) for schedule, times in series.items()}
     at.note(ms=ms)
     seen = ", ".join(f"{schedule} {one:.3f}" for schedule, one in ms.items())
@@ -114,159 +105,112 @@ def _figures(at: Rank, group: ProcessGroup) -> Passed:
     return Passed(f"{len(outcome.done)} steps of ficco tune --quick: {', '.join(outcome.done)}")
 
 
+#: Fallbacks of checks that fail, by the name of the check or by the first word of the name.
+INSTEAD = {
+    "device and engine": COLLECTIVE,
+    "memory of peers": COLLECTIVE,
+    "signals, first way": "options(signals='copy')",
+    "signals": "the first way",
+    "order of copy and signal": "options(signals='copy'); options(replay=False) if only that is "
+    "right",
+    "2D copies": "schedules whose names end in 1d, which copy whole rows, if you ask for them; "
+    "without 2D copies the engine packs columns, or copies them by ficco's kernel or row by row",
+    "schedule": "another schedule=; 'auto' does not know that it fails",
+    "product whose tiles wait": "another schedule= than tiled; 'auto' takes it only where it was "
+    "measured",
+    "schedule serial:collective": "schedule='serial'",
+    "operator": "PyTorch's own collective and product",
+    "copies by kernel": "the mover dma: leave the knob kernel out",
+    "kernels": "PyTorch's operations, and signals by stream writes and waits",
+    "graphs": "calls outside of graphs",
+    "bandwidth of pairs": "nothing: plans take all pairs to be alike; look at the links that ficco "
+    "doctor lists, or leave a rank of the slow pair out",
+    "bandwidth of all pairs": "schedules with fewer copy lanes (copy=), in case that lanes run one "
+    "after the other",
+    "products beside copies": "copies by compute units, which slow products down",
+    "copies of every size": "shorter copies, by schedules of more pieces (pieces=)",
+    "2D copies of every size": "schedules whose names end in 1d, or of more pieces (pieces=)",
+    "kernel copies of every size": "the mover dma: leave the knob kernel out",
+    "figures of the machine": "the figures of a machine file that is here already, if any; run "
+    "ficco tune",
+    "timeouts": "a limit of your own for each call",
+    "batches of copies": "copies one by one: leave batched_copies out of the machine file",
+    "time": "nothing: ficco bench times it by more schedules",
+}
+
+
+def _check(
+    name: str, run: Callable[..., Passed], /, limits: int = 1, exclusive: bool = False, **how: Any
+) -> Check:
+    instead = INSTEAD.get(name) or INSTEAD[name.split()[0]]
+    return Check(name, partial(run, **how), instead, exclusive, limits)
+
+
+#: Checks of every engine, in their order.
 CHECKS = (
-    Check("device and engine", checks.device, COLLECTIVE),
-    Check("memory of peers", checks.memory, COLLECTIVE),
-    Check(
-        "signals, first way",
-        partial(checks.signals, way="auto"),
-        "options(signals='copy')",
-    ),
-    Check("signals by write", partial(checks.signals, way="write"), "the first way"),
-    Check("signals by copy", partial(checks.signals, way="copy"), "the first way"),
-    Check(
-        "order of copy and signal",
-        checks.ordering,
-        "options(signals='copy'); options(replay=False) if only that is right",
-        limits=2,
-    ),
-    Check(
-        "2D copies",
-        checks.columns,
-        "schedules whose names end in 1d, which copy whole rows, if you ask for them; without 2D "
-        "copies the engine packs columns, or copies them by ficco's kernel or row by row",
-    ),
+    _check("device and engine", checks.device),
+    _check("memory of peers", checks.memory),
+    _check("signals, first way", checks.signals, way="auto"),
+    _check("signals by write", checks.signals, way="write"),
+    _check("signals by copy", checks.signals, way="copy"),
+    _check("order of copy and signal", checks.ordering, limits=2),
+    _check("2D copies", checks.columns),
     *(
-        Check(
-            f"schedule {name}",
-            partial(checks.schedule, name=name),
-            "another schedule=; 'auto' does not know that it fails",
-        )
+        _check(f"schedule {name}", checks.schedule, name=name)
         for name in NAMED
         if name != "tiled"  # it does not take all sizes
         and not refusal(Problem(GATHER, (1, 1), 1, 1, "float32"), NAMED[name])
     ),
-    Check(
-        "product whose tiles wait",
-        checks.tiles,
-        "another schedule= than tiled; 'auto' takes it only where it was measured",
-    ),
-    Check("schedule serial:collective", checks.collective, "schedule='serial'"),
+    _check("product whose tiles wait", checks.tiles),
+    _check("schedule serial:collective", checks.collective),
     *(
-        Check(
-            f"operator {name}",
-            partial(checks.operator, operator=name),
-            "PyTorch's own collective and product",
-            limits=2,
-        )
+        _check(f"operator {name}", checks.operator, limits=2, operator=name)
         for name in OPERATORS
         if name != GATHER
     ),
-    Check("copies by kernel", checks.mover, "the mover dma: leave the knob kernel out"),
-    Check("kernels", kernels.own, "PyTorch's operations, and signals by stream writes and waits"),
-    Check("graphs", checks.graph, "calls outside of graphs"),
-    Check(
-        "bandwidth of pairs",
-        checks.bandwidth_of_pairs,
-        "nothing: plans take all pairs to be alike; look at the links that ficco doctor lists, or "
-        "leave a rank of the slow pair out",
-        limits=2,
-    ),
-    Check(
-        "bandwidth of all pairs",
-        checks.bandwidth_of_all,
-        "schedules with fewer copy lanes (copy=), in case that lanes run one after the other",
-        limits=3,
-    ),
-    Check(
-        "products beside copies",
-        checks.overlap,
-        "copies by compute units, which slow products down",
-    ),
-    Check(
-        "copies of every size",
-        checks.sizes,
-        "shorter copies, by schedules of more pieces (pieces=)",
-        limits=2,
-    ),
-    Check(
-        "2D copies of every size",
-        partial(checks.sizes, schedules=checks.HALVES, cols=1024),
-        "schedules whose names end in 1d, or of more pieces (pieces=)",
-        limits=2,
-    ),
-    Check(
-        "kernel copies of every size",
-        partial(checks.sizes, schedules=checks.BY_KERNEL),
-        "the mover dma: leave the knob kernel out",
-        limits=2,
-    ),
-    Check(
-        "figures of the machine",
-        _figures,
-        "the figures of a machine file that is here already, if any; run ficco tune",
-        exclusive=True,
-        limits=6,
-    ),
-    Check("timeouts", checks.timeout, "a limit of your own for each call", exclusive=True),
+    _check("copies by kernel", checks.mover),
+    _check("kernels", kernels.own),
+    _check("graphs", checks.graph),
+    _check("bandwidth of pairs", checks.bandwidth_of_pairs, limits=2),
+    _check("bandwidth of all pairs", checks.bandwidth_of_all, limits=3),
+    _check("products beside copies", checks.overlap),
+    _check("copies of every size", checks.sizes, limits=2),
+    _check("2D copies of every size", checks.sizes, limits=2, schedules=checks.HALVES, cols=1024),
+    _check("kernel copies of every size", checks.sizes, limits=2, schedules=checks.BY_KERNEL),
+    _check("figures of the machine", _figures, limits=6, exclusive=True),
+    _check("timeouts", checks.timeout, exclusive=True),
 )
 
-#: Checks of each engine: attributes of the device, kinds of memory, and values of its choices. Only
-#: those of the engine in use are tried.
-WAYS = {
-    engine: (
-        *(
-            Check(f"attribute {name}", partial(checks.attribute, engine=engine, name=name), instead)
-            for name, instead in probe.ATTRIBUTES[engine].items()
-        ),
-        *(
-            Check(f"sharing of {kind} memory", partial(checks.sharing, kind=kind), instead)
-            for kind, instead in probe.SHARED[engine].items()
-        ),
-        *(
-            Check(
-                f"{variable(engine)}={choice}={value}",
-                partial(checks.way, variable=variable(engine), choice=choice, value=value),
-                f"leave {choice} out of {variable(engine)}, or name another of {', '.join(values)}",
-            )
-            for choice, values in choices.items()
-            for value in values
-        ),
-        *(
-            Check(
-                f"{variable(engine)}=copy={value}, every size",
-                partial(checks.sizes, **{variable(engine): f"copy={value}"}),
-                f"another copy= in {variable(engine)}",
-                limits=2,
-            )
-            for value in choices.get("copy", ())
-        ),
-        *(
-            Check(
-                "batches of copies",
-                partial(checks.batches, variable=variable(engine)),
-                "copies one by one: leave batched_copies out of the machine file",
-                limits=3,
-            )
-            for value in choices.get("copy", ())
-            if value == "batch"
-        ),
-    )
-    for engine, choices in ENGINE_WAYS.items()
-}
+
+def _of_engine(engine: str) -> Iterator[Check]:
+    """Checks of an engine: attributes of the device, kinds of memory, and values of its choices."""
+    knob, choices = variable(engine), ENGINE_WAYS[engine]
+    for name, instead in probe.ATTRIBUTES.get(engine, {}).items():
+        yield Check(
+            f"attribute {name}", partial(checks.attribute, engine=engine, name=name), instead
+        )
+    for kind, instead in probe.SHARED.get(engine, {}).items():
+        yield Check(f"sharing of {kind} memory", partial(checks.sharing, kind=kind), instead)
+    for choice, values in choices.items():
+        instead = f"leave {choice} out of {knob}, or name another of {', '.join(values)}"
+        for value in values:
+            run = partial(checks.way, variable=knob, choice=choice, value=value)
+            yield Check(f"{knob}={choice}={value}", run, instead)
+    for value in choices.get("copy", ()):
+        run, instead = partial(checks.sizes, **{knob: f"copy={value}"}), f"another copy= in {knob}"
+        yield Check(f"{knob}=copy={value}, every size", run, instead, limits=2)
+    if "batch" in choices.get("copy", ()):
+        yield _check("batches of copies", checks.batches, limits=3, variable=knob)
+
+
+#: Checks of each engine. Only those of the engine in use are tried.
+WAYS = {engine: tuple(_of_engine(engine)) for engine in ENGINE_WAYS}
 
 
 def timed(settings: SelftestSettings) -> tuple[Check, ...]:
     """A check for each shape that is timed."""
-    return tuple(
-        Check(
-            f"time of {case.name}",
-            partial(_shape, name=case.name),
-            "nothing: ficco bench times it by more schedules",
-            limits=2,
-        )
-        for case in SETS.get(settings.shapes, tuple)()
-    )
+    names = [case.name for case in SETS.get(settings.shapes, tuple)()]
+    return tuple(_check(f"time of {name}", _shape, limits=2, name=name) for name in names)
 
 
 # On ranks.
@@ -340,15 +284,11 @@ def _on_a_rank(names: Sequence[str], settings: SelftestSettings, device: str, fo
         # Replaces the limit of launch(): the rank exits if a check hangs.
         faulthandler.dump_traceback_later(check.limits * settings.limit_s, exit=True)
         journal.note(check.name, "begin")
-        at.facts, at.journal = {}, partial(_write_facts, journal, check.name)
+        at.facts, at.journal = {}, partial(journal.note, check.name, "facts")
         with ficco.options(timeout_s=settings.timeout_s, on_timeout="raise"):
             _attempt(at, check, journal)
         journal.note(check.name, "end")
     faulthandler.dump_traceback_later(settings.limit_s, exit=True)
-
-
-def _write_facts(journal: _RankJournal, check: str, facts: dict[str, Any]) -> None:
-    journal.note(check, "facts", facts=facts)
 
 
 def _warm(at: Rank) -> None:
@@ -374,7 +314,7 @@ def _attempt(at: Rank, check: Check, journal: _RankJournal) -> None:
     try:
         passed = check.run(at, group)
         note("ok", passed.seen, passed.details)
-    except CheckFailed as error:
+    except checks.CheckFailed as error:
         note("failed", str(error))
     except (NotOffered, NotImplementedError) as error:
         trace = "".join(traceback.format_exception(error))
@@ -383,7 +323,7 @@ def _attempt(at: Rank, check: Check, journal: _RankJournal) -> None:
             raise
     except (SignalTimeout, RankMismatch, PeerFailed, TimeoutError) as error:
         note("late", f"{type(error).__name__}: {error}", traceback.format_exc())
-    except PeerLeft as error:
+    except checks.PeerLeft as error:
         note("left", str(error))
     except Exception as error:
         note("failed", f"{type(error).__name__}: {error}", traceback.format_exc())
@@ -436,8 +376,8 @@ def selftest(
     engine = engine_name(torch.device(device), current().engine)
     run = Selftest(device, ranks, settings or SelftestSettings.of(device), engine)
     began = time.monotonic()
-    checks = (*(check.on(engine) for check in CHECKS), *timed(run.settings), *WAYS[engine])
-    left = list(checks)
+    every = (*(check.on(engine) for check in CHECKS), *timed(run.settings), *WAYS[engine])
+    left = list(every)
     results: dict[str, CheckResult] = {}
     while left:
         batch = [left[0]] if left[0].exclusive else [one for one in left if not one.exclusive]
@@ -448,7 +388,7 @@ def selftest(
             untried = {one.name: CheckResult(one.name, "not tried", why) for one in left}
             results |= untried
         left = [check for check in left if check.name not in results]
-    names = [check.name for check in checks]
+    names = [check.name for check in every]
     run.results = [results[name] for name in names]
     run.results += [result for name, result in results.items() if name not in names]
     run.seconds = time.monotonic() - began
@@ -475,11 +415,12 @@ def _launched(run: Selftest, batch: Sequence[Check]) -> dict[str, CheckResult]:
                 run.logs[f"rank {rank}, from {names[0]!r}"] = "\n".join(lines)
         for path in Path(folder).glob("*.yaml"):  # complete after every step of its check
             run.machine = path.read_text()
-    results = {}
-    for check in batch:
-        events = [journal.get(check.name, {}) for journal in journals]
-        if any(events):
-            results[check.name] = _result(check, events, error, settings)
+    seen = {check: [journal.get(check.name, {}) for journal in journals] for check in batch}
+    results = {
+        check.name: _result(check, events, error, settings)
+        for check, events in seen.items()
+        if any(events)
+    }
     broken = any("end" not in journal.get(name, {}) for journal in journals for name in results)
     if error is not None and not broken:
         name = "end of ranks" if results else "start of ranks"
@@ -493,16 +434,14 @@ def _result(
     """The result of a check, from the journals of all ranks."""
     outcomes = {rank: one["outcome"] for rank, one in enumerate(events) if "outcome" in one}
     unfinished = [rank for rank, one in enumerate(events) if "begin" in one and "end" not in one]
-    worst = max(
-        outcomes.values(), key=lambda one: ORDER.index(one["verdict"]), default={"verdict": "ok"}
-    )
+    by_severity = sorted(outcomes.values(), key=lambda one: -ORDER.index(one["verdict"]))
+    worst = next(iter(by_severity), {"verdict": "ok"})
     seconds = max((one["seconds"] for one in outcomes.values()), default=0.0)
     if unfinished and worst["verdict"] in ("ok", "left", "late") and error is not None:
         stuck = [rank for rank in unfinished if rank not in outcomes]
         limit = check.limits * settings.limit_s
         seen = f"{error}; ranks {stuck or unfinished} did not finish (limit {limit:.0f} s)"
-        details = [error.details]
-        verdict = "failed"
+        verdict, details = "failed", [error.details]
     else:
         verdict = "failed" if worst["verdict"] in ("left", "late") else worst["verdict"]
         alike = [rank for rank, one in outcomes.items() if one["seen"] == worst["seen"]]
@@ -517,9 +456,8 @@ def _result(
         if one["details"] and (one["verdict"] != "ok" or rank == 0):
             details.append(f"rank {rank}:\n{one['details']}")
     instead = "" if verdict == "ok" else check.instead
-    return CheckResult(
-        check.name, verdict, seen, instead, seconds, "\n".join(filter(None, details)), facts
-    )
+    text = "\n".join(filter(None, details))
+    return CheckResult(check.name, verdict, seen, instead, seconds, text, facts)
 
 
 # Output of a self-test.
@@ -528,21 +466,21 @@ def _result(
 SHOWN = 300
 #: Format of the JSON of a report.
 FORMAT = "ficco self-test 1"
-#: Seconds that the report of the machine may take.
+#: Parts of the report of the machine, and seconds that it may take.
+ABOUT = ("versions", "devices", "links", "engines", "use")
 ABOUT_S = 60.0
 #: The check whose fact ``largest`` limits copies, and the least limit that is of use: smaller
 #: pieces would leave most of the rate to the gaps between them.
 _LONG_FAILED, LEAST_PIECE = ("copies of every size", "failed"), 1 << 20
 
 
-def about() -> dict[str, Any]:
+def about() -> Any:
     """The report of ``ficco doctor``, by a separate process: this process uses no device, and a
     device that hangs must not block the report."""
     command = [sys.executable, "-m", "ficco", "doctor", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ABOUT_S, check=True)
-        said: dict[str, Any] = json.loads(done.stdout)
-        return said
+        return json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"versions": f"ficco doctor cannot tell: {error}"}
 
@@ -572,16 +510,12 @@ def read(path: Path) -> dict[str, Any]:
     try:
         report: Any = json.loads(where.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--read: required the JSON of `ficco doctor --selftest --report FILE`, got {where}, "
-            f"which cannot be read: {error}"
-        ) from None
+        wanted = "required the JSON of `ficco doctor --selftest --report FILE`"
+        raise ValueError(f"--read: {wanted}, got {where}, which cannot be read: {error}") from None
     form = report.get("format") if isinstance(report, dict) else type(report).__name__
     if form != FORMAT:
-        raise ValueError(
-            f"--read: required a report in the format {FORMAT!r}, got {form!r} in {where}; read it "
-            "with the ficco that wrote it"
-        )
+        why = f"required a report in the format {FORMAT!r}, got {form!r} in {where}"
+        raise ValueError(f"--read: {why}; read it with the ficco that wrote it")
     return dict(report)
 
 
@@ -621,21 +555,15 @@ def markdown(report: dict[str, Any]) -> str:
     variables = "\n".join(f"{name}={value}" for name, value in report["environment"].items())
     blocks = {
         "Settings": "\n".join(f"{k}: {v}" for k, v in report["settings"].items()),
-        **{
-            part.capitalize(): json.dumps(about.get(part), indent=1)
-            for part in ("versions", "devices", "links", "engines", "use")
-        },
+        **{part.capitalize(): json.dumps(about.get(part), indent=1) for part in ABOUT},
         "Environment": variables or "none of the variables that matter is set",
-        **{
-            f"{one['check']}: {one['verdict']}": "\n".join(
-                filter(None, (one["seen"], one["details"]))
-            )
-            for one in results
-            if one["details"] or one["verdict"] == "failed"
-        },
-        "Machine file": report["machine"],
-        **{f"Output of {name}": log for name, log in report["logs"].items()},
     }
+    for one in results:
+        if one["details"] or one["verdict"] == "failed":
+            text = "\n".join(filter(None, (one["seen"], one["details"])))
+            blocks[f"{one['check']}: {one['verdict']}"] = text
+    blocks["Machine file"] = report["machine"]
+    blocks |= {f"Output of {name}": log for name, log in report["logs"].items()}
     for title, text in blocks.items():
         if text:
             lines += ["", f"## {title}", "", "```text", text.replace("```", "'''"), "```"]
@@ -662,18 +590,19 @@ def claims(report: dict[str, Any]) -> list[str]:
     """Rows of a Markdown table: each claim about the engine, the verdict, and the evidence; none if
     the pages make no claims about it."""
     results, engine = report["results"], report["engine"]
-    if not probe.CLAIMS[engine]:
+    if engine not in probe.CLAIMS:
         return []
     place = f"{report['ranks']} x {_fact(report, 'accelerator') or report['device']}"
     lines = ["| claim | verdict | evidence |", "|---|---|---|"]
-    for claim in probe.CLAIMS[engine]:
-        tried = [one for one in results if one["check"].startswith(claim.rows or (".",))]
+    for claim, rows in probe.CLAIMS[engine].items():
+        names = tuple(rows.split(", ")) if rows else ()
+        tried = [one for one in results if one["check"].startswith(names)]
         verdicts = {one["verdict"] for one in tried} or {"not tried"}
         verdict = next(one for one in CLAIMED if one in verdicts)
         deciding = [f"{one['check']}: {one['seen']}" for one in tried if one["verdict"] == verdict]
         more = f" ({len(deciding)} rows like it)" if len(deciding) > 1 else ""
         seen = f"{place}, {report['date'][:10]}; {deciding[0]}{more}" if deciding else "no row"
-        lines.append(f"| {claim.text} | {CLAIMED[verdict]} | {_cell(seen)} |")
+        lines.append(f"| {claim} | {CLAIMED[verdict]} | {_cell(seen)} |")
     return lines
 
 

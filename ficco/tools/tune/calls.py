@@ -17,10 +17,10 @@ from ficco.problems.products import Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule, plan
 from ficco.tools.bench.candidates import parse
-from ficco.tools.bench.cases import MEMORY_SHARE, OPERATOR, SETS, Case, default_sets
+from ficco.tools.bench.cases import OPERATOR, SETS, Case, default_sets
 from ficco.tools.bench.inputs import Operands
 from ficco.tools.bench.measure import Times
-from ficco.tools.bench.products import Verifier
+from ficco.tools.bench.products import ProductWork
 from ficco.tools.tune import fits
 from ficco.tools.tune.effort import TuneSettings
 from ficco.tools.tune.site import Site
@@ -63,11 +63,10 @@ def host(site: Site) -> Host:
     # A CPU carries out the collective itself, too, whose own time is in its own block.
     exchange = taken.get("collective", 0.0)
     collective_call = max(taken["serial:collective"] - exchange - each["matmul"], 0.0)
-    note = f"least squares over {len(ENQUEUED)} schedules of {rows} rows per rank; " + (
-        "how much later warm calls, which the engine replays, end on an idle GPU"
-        if on_gpu
-        else "on a CPU a call is carried out by its host"
-    )
+    note = "on a CPU a call is carried out by its host"
+    if on_gpu:
+        note = "how much later warm calls, which the engine replays, end on an idle GPU"
+    note = f"least squares over {len(ENQUEUED)} schedules of {rows} rows per rank; {note}"
     source = site.provenance("fitted", note)
     return Host(collective_call=collective_call, provenance=source, **each)
 
@@ -124,23 +123,16 @@ def best(site: Site, problem: Problem) -> tuple[Tuned, dict[str, str]]:
         ArithmeticError: a candidate's result was wrong.
     """
     watch = site.watch
-    verifier = Verifier(watch)
     sizes = problem.m, problem.n, problem.k, problem.kind_of_operands
-    case = Case("", *sizes, operator=problem.operator)
-    need, free = case.memory(problem.world), verifier.free_bytes()
-    if need > MEMORY_SHARE * free:
-        raise ValueError(f"{problem} needs {need >> 20} MiB on a rank, {free >> 20} are free")
+    rows = () if problem.kind.returns else problem.blocks or problem.rows
+    work = ProductWork(Case("", *sizes, operator=problem.operator, rows=rows), watch)
     offers = workspace_of(watch.group, watch.device).engine.capabilities().offers
-    operands = Operands(problem, watch.rank, watch.device)
-    operands.exact_b()
-    checked = []
-    for name in map(str, candidates(problem, site.machine, offers)):
-        site.tick(f"verify {name}")
-        checked.append(verifier.eager(parse(name), operands))
+    chosen = [parse(str(one)) for one in candidates(problem, site.machine, offers)]
+    work.offered = {one.name: one for one in chosen}
+    checked = work.checked(False, site.tick)
     if wrong := [f"{one.name}: {one.note}" for one in checked if one.status == "wrong"]:
         raise ArithmeticError("; ".join(wrong))
-    verifier.renew(operands, symmetric=False)
-    operands.random(0)
+    work.fill(0)
     calls = {one.name: one.runner for one in checked if one.runner is not None}
     modes = ("queued", "idle") if watch.on_gpu else ("idle",)
     seconds, least = site.effort.shape_seconds / len(modes), site.effort.least
@@ -160,15 +152,11 @@ def entry(problem: Problem, times: Mapping[str, Mapping[str, float]], site: Site
     queued, idle = (min(seconds, key=seconds.__getitem__) for seconds in by_mode)
     serial = [min(by[name] for name in SERIALS if name in by) for by in by_mode]
     names = ("operator", "rows", "n", "k", "blocks")
-    return Tuned(
-        dtype=problem.kind_of_operands,
-        **{name: getattr(problem, name) for name in names},
-        queued=queued,
-        idle=idle,
-        seconds=(by_mode[0][queued], by_mode[1][idle]),
-        serial=(serial[0], serial[1]),
-        provenance=site.source("measured", f"the fastest of {len(by_mode[1])} candidates"),
-    )
+    sizes = {name: getattr(problem, name) for name in names}
+    seconds = by_mode[0][queued], by_mode[1][idle]
+    source = site.source("measured", f"the fastest of {len(by_mode[1])} candidates")
+    best = {"queued": queued, "idle": idle, "seconds": seconds, "serial": (serial[0], serial[1])}
+    return Tuned(dtype=problem.kind_of_operands, provenance=source, **sizes, **best)
 
 
 def with_entry(machine: Machine, new: Tuned) -> Machine:
@@ -184,9 +172,8 @@ def rechosen(before: Machine, after: Machine, world: int, settings: TuneSettings
     problems = (*from_cases(SETS[name](), world, settings.device), *settings.problems)
     mode, changed = "eager" if settings.device == "cuda" else "idle", []
     for problem in dict.fromkeys(problems):
-        old, new = (
-            str(decide(problem, machine=one, mode=mode).schedule) for one in (before, after)
-        )
+        decisions = (decide(problem, machine=one, mode=mode) for one in (before, after))
+        old, new = (str(one.schedule) for one in decisions)
         if old != new:
             changed.append(f"  {problem}: {old} -> {new}")
     yield f"schedule='auto' changed for {len(changed)} of {len(set(problems))} shapes (set {name})"

@@ -72,9 +72,8 @@ def _copies(site: Site, step: str, mover: str, engines: int, share: float = 1.0)
     sizes = site.effort.sizes
     fit = fits.copies(copy_times(site, sizes, site.effort.pieces, step, mover, share))
     turn = "peer after peer" if mover == "dma" else "small ones to all peers at once"
-    note = (
-        f"push, one queue, {turn}, {sizes[0]} to {sizes[-1]} bytes; largest error {fit.error:.1%}"
-    )
+    note = f"push, one queue, {turn}, {sizes[0]} to {sizes[-1]} bytes; "
+    note += f"largest error {fit.error:.1%}"
     latency, gap = fit.latency, fit.gap
     if site.crowded:
         latency = gap = 0.0
@@ -94,19 +93,14 @@ def copy_times(
     parts, least = site.parts(), site.effort.least_bytes
     parts.shard(max(pieces) * min(max(sizes), least))  # grows the memory that all are cut from
     parts.shard(2 * max(sizes))
-    rows = {}
+    rows, calls = {}, {}
     for size in sizes:
         for count in dict.fromkeys(min(count, 2) if size > least else count for count in pieces):
-            rows[f"{count} x {size}"] = (size, count)
-    calls = {
-        name: parts.copies(ROWS_OF[mover].format(pieces=count), size * count)
-        for name, (size, count) in rows.items()
-    }
+            name = f"{count} x {size}"
+            calls[name] = parts.copies(ROWS_OF[mover].format(pieces=count), size * count)
+            rows[name] = launches(size, count, site.world, mover)
     times = site.time(step, calls, share=share)
-    return [
-        fits.CopyTime(*launches(size, count, site.world, mover), median(times[name]))
-        for name, (size, count) in rows.items()
-    ]
+    return [fits.CopyTime(*row, median(times[name])) for name, row in rows.items()]
 
 
 def launches(size: int, pieces: int, world: int, mover: str) -> tuple[float, int]:
@@ -218,7 +212,7 @@ def network(site: Site) -> Network | str:
         }
         calls = {f"all: {name}": call for name, (*_, call) in rows.items()}
         alone = {f"one: {name}": call for name, (*_, call) in rows.items()}
-        calls |= alone if not place else dict.fromkeys(alone, _nothing)
+        calls |= alone if not place else dict.fromkeys(alone, lambda: None)
         # By the clock: ranks wait for what their cores do not do.
         seconds, effort = site.effort.seconds["network"], site.effort
         series = watch.time(calls, seconds=seconds, least=effort.least, most=40, tick=site.tick)
@@ -243,19 +237,12 @@ def network(site: Site) -> Network | str:
     return Network(bandwidth, latency, site.source("fitted", note), sharing)
 
 
-def _nothing() -> None:
-    """Replaces a call of other ranks."""
-
-
 def contention(site: Site) -> Contention:
     site.needs_peers()
     parts, shapes, traffic = site.parts(), site.effort.products, site.effort.traffic
     reserve(parts, shapes)
     products = {str(shape): parts.matmul(*shape[:3]) for shape in shapes}
-    moves = {
-        "copies": parts.copies(ONE_BY_ONE, traffic),
-        "collective": parts.collective(traffic),
-    }
+    moves = {"copies": parts.copies(ONE_BY_ONE, traffic), "collective": parts.collective(traffic)}
     time = partial(site.time, "contention")
     if site.crowded:
         slowed = _halved(time, products, moves)

@@ -11,6 +11,7 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.tools.bench.cases import option
 
 KIB, MIB = 1 << 10, 1 << 20
+Sizes = tuple[int, ...]
 
 
 class Shape(NamedTuple):
@@ -57,11 +58,7 @@ class Attends(NamedTuple):
     back: bool = False
 
 
-def attends(
-    queries: tuple[int, ...],
-    keys: tuple[int, ...],
-    heads: tuple[tuple[int, int, int], ...],
-) -> tuple[Attends, ...]:
+def attends(queries: Sizes, keys: Sizes, heads: tuple[Sizes, ...]) -> tuple[Attends, ...]:
     """Whole rectangles, squares under a causal mask, and backwards of the two smaller squares with
     and without it, of heads: their number, that of keys, and their size."""
     squares = [(k, k) for k in keys]
@@ -128,23 +125,17 @@ class Effort:
     takes: float = 1.25
 
 
-def grid(
-    ms: tuple[int, ...], ns: tuple[int, ...], ks: tuple[int, ...], most_flops: float, count: int
-) -> tuple[Shape, ...]:
+def grid(ms: Sizes, ns: Sizes, ks: Sizes, most_flops: float, count: int) -> tuple[Shape, ...]:
     """About ``count`` products: of a grid, of odd sizes between its ends, batches, and wide ones.
 
     Always the same ones: the numbers are drawn with a fixed seed.
     """
     draw = random.Random(0)
     regular = [Shape(m, n, k) for m in ms for n in ns for k in ks]
-    odd = [
-        Shape(
-            draw.randint(ms[0], ms[-1]),
-            draw.randint(ns[0], ns[-1]) // 8 * 8 or 8,
-            draw.randint(ks[0], ks[-1]) // 8 * 8 or 8,
-        )
-        for _ in range(count)
-    ]
+    odd = []
+    for _ in range(count):
+        m, n, k = (draw.randint(sizes[0], sizes[-1]) for sizes in (ms, ns, ks))
+        odd.append(Shape(m, n // 8 * 8 or 8, k // 8 * 8 or 8))
     batches = [
         Shape(m, n, k, batch)
         for batch in (3, 7)
@@ -161,10 +152,7 @@ def grid(
 
 
 def by_experts(
-    experts: tuple[int, ...],
-    rows: tuple[int, ...],
-    widths: tuple[tuple[int, int], ...],
-    most_flops: float,
+    experts: Sizes, rows: Sizes, widths: tuple[tuple[int, int], ...], most_flops: float
 ) -> tuple[Shape, ...]:
     """Products of expert layers with at most ``most_flops``, by number of experts, rows of each,
     and inner and outer columns: the first product, whose result is gated, and the second; for every
@@ -176,19 +164,21 @@ def by_experts(
     return tuple(one for one in every if one.flops <= most_flops)
 
 
-#: In the order of the steps: a step follows the steps that it depends on.
-_GPU_SECONDS = {
-    "gemm": 45.0, "fp8_tensor": 9.0, "fp8_row": 9.0, "fp8_block": 9.0, "experts": 6.0,
-    "tiled": 12.0, "attention": 5.0, "copies": 20.0, "kernel_copies": 12.0, "topology": 5.0,
-    "all_gather": 12.0, "reduce_scatter": 6.0, "all_to_all": 6.0, "all_reduce": 6.0,
-    "memory": 3.0, "contention": 24.0, "host": 6.0, "thresholds": 20.0, "network": 20.0,
+#: Seconds of the steps on GPUs and on CPUs, in their order: a step follows those it depends on.
+_SECONDS = {
+    "gemm": (45.0, 8.0), "fp8_tensor": (9.0, 0.0), "fp8_row": (9.0, 0.0), "fp8_block": (9.0, 0.0),
+    "experts": (6.0, 1.2), "tiled": (12.0, 0.0), "attention": (5.0, 1.2), "copies": (20.0, 6.0),
+    "kernel_copies": (12.0, 4.0), "topology": (5.0, 3.0), "all_gather": (12.0, 4.0),
+    "reduce_scatter": (6.0, 1.5), "all_to_all": (6.0, 1.5), "all_reduce": (6.0, 1.5),
+    "memory": (3.0, 2.0), "contention": (24.0, 7.0), "host": (6.0, 4.0), "thresholds": (20.0, 6.0),
+    "network": (20.0, 5.0),
 }  # fmt: skip
 
 #: Name of the steps of all ``problems`` in ``only``.
 SHAPES = "shapes"
 
 #: Names of the steps, in order.
-STEPS = (*_GPU_SECONDS, SHAPES)
+STEPS = (*_SECONDS, SHAPES)
 
 GPU = Effort(
     name="gpu",
@@ -222,7 +212,7 @@ GPU = Effort(
         for m, n in ((8192, 1024), (8192, 2048), (8192, 4096), (16384, 4096), (16384, 8192),
                      (32768, 8192))
     ),
-    seconds=_GPU_SECONDS,
+    seconds={step: seconds for step, (seconds, _) in _SECONDS.items()},
     shape_seconds=12.0,
     least=3,
     exchanges=tuple(
@@ -249,12 +239,7 @@ CPU = Effort(
     moves=(256 * KIB, 1 * MIB, 16 * MIB),
     tiny=(8, 8, 8),
     rule=((256, 32, 64), (256, 128, 128), (512, 128, 256), (512, 256, 256)),
-    seconds={
-        "gemm": 8.0, "fp8_tensor": 0.0, "fp8_row": 0.0, "fp8_block": 0.0, "experts": 1.2,
-        "tiled": 0.0, "attention": 1.2, "copies": 6.0, "kernel_copies": 4.0, "topology": 3.0,
-        "all_gather": 4.0, "reduce_scatter": 1.5, "all_to_all": 1.5, "all_reduce": 1.5,
-        "memory": 2.0, "contention": 7.0, "host": 4.0, "thresholds": 6.0, "network": 5.0,
-    },
+    seconds={step: seconds for step, (_, seconds) in _SECONDS.items()},
     shape_seconds=6.0,
     least=5,
     exchanges=tuple(size * KIB for size in (16, 64, 256, 1024, 4096)),

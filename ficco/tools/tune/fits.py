@@ -1,4 +1,6 @@
-"""From measured seconds to the figures of a Machine. Numbers in, numbers out; no device."""
+"""From measured seconds to the figures of a Machine. Numbers in, numbers out; no device. All raise
+``ValueError`` for measurements that determine too little.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,6 @@ def least_squares(
 
     All unknowns are at least 0, except for the one at ``signed``. Lawson and Hanson's active-set
     method (Solving Least Squares Problems, 1974, chapter 23), for any number of columns.
-
-    Raises:
-        ValueError: a number is not finite, or a measured time is not above 0.
     """
     if not (np.isfinite(matrix).all() and np.isfinite(seconds).all() and (seconds > 0).all()):
         times = f"times from {seconds.min():g} to {seconds.max():g} s"
@@ -100,21 +99,12 @@ class CopyFit:
     latency: float
     gap: float
     curve: tuple[tuple[float, float], ...]
-    error: float = 0.0
-
-    def seconds(self, nbytes: float, count: int) -> float:
-        """Seconds of copies in a row, for a size of the curve."""
-        rate = dict(self.curve)[nbytes]
-        return self.latency + count * nbytes / rate + (count - 1) * self.gap
+    error: float
 
 
 def messages(times: Sequence[CopyTime]) -> tuple[float, float]:
     """Latency and bytes per second of messages, from rows of them: ``count`` messages of s bytes
     take a time of their own and ``count * (latency + s / rate)``.
-
-    Raises:
-        ValueError: fewer than two sizes, or rows of one length, or times that do not grow with the
-            bytes.
     """
     if min(len({one.nbytes for one in times}), len({one.count for one in times})) < 2:
         raise ValueError(f"messages: required two sizes and rows of two lengths, got {times}")
@@ -131,17 +121,12 @@ def copies(times: Sequence[CopyTime]) -> CopyFit:
     ``count`` copies of s bytes take ``latency + count * s / rate(s) + (count - 1) * gap``. One size
     does not tell gap from bytes' time: between the two smallest sizes the rate is taken to be
     constant, and no rate is above those of all larger sizes.
-
-    Raises:
-        ValueError: fewer than two sizes, or no size with rows of two lengths.
     """
     sizes = sorted({one.nbytes for one in times})
     rows = {size: {one.count for one in times if one.nbytes == size} for size in sizes}
     if len(sizes) < 2 or max(map(len, rows.values())) < 2:
-        raise ValueError(
-            f"copies: required two sizes and rows of two lengths, got sizes {sizes} and rows "
-            f"{sorted(set().union(*rows.values()))}"
-        )
+        got = f"sizes {sizes} and rows {sorted(set().union(*rows.values()))}"
+        raise ValueError(f"copies: required two sizes and rows of two lengths, got {got}")
     # Unknowns: the time that a copy of each size adds to a row, and the rest, latency - gap.
     matrix = np.zeros((len(times), len(sizes) + 1))
     for i, one in enumerate(times):
@@ -157,9 +142,12 @@ def copies(times: Sequence[CopyTime]) -> CopyFit:
     # Noise in small copies, whose time is nearly all gap, would make them the fastest.
     for i in reversed(range(len(rates) - 1)):
         rates[i] = min(rates[i], max(rates[i + 1 :]))
-    fit = CopyFit(max(rest + gap, 0.0), gap, tuple(zip(sizes, rates, strict=True)))
-    errors = [abs(fit.seconds(one.nbytes, one.count) / one.seconds - 1) for one in times]
-    return replace(fit, error=max(errors))
+    latency, curve = max(rest + gap, 0.0), dict(zip(sizes, rates, strict=True))
+    errors = []
+    for one in times:
+        row = one.count * one.nbytes / curve[one.nbytes] + (one.count - 1) * gap
+        errors.append(abs((latency + row) / one.seconds - 1))
+    return CopyFit(latency, gap, tuple(curve.items()), max(errors))
 
 
 def in_front(seconds: Mapping[float, float], rate: Callable[[float], float]) -> float:
@@ -179,11 +167,7 @@ class Enqueued:
 
 
 def host(times: Sequence[Enqueued]) -> dict[str, float]:
-    """Seconds of a call, and of each matmul, copy and signal that it enqueues.
-
-    Raises:
-        ValueError: fewer than four measurements.
-    """
+    """Seconds of a call, and of each matmul, copy and signal that it enqueues."""
     if len(times) < 4:
         raise ValueError(f"host: required four measurements or more, got {len(times)}")
     matrix = np.array([(o.calls, o.matmuls, o.copies, o.signals) for o in times], float)
@@ -196,9 +180,6 @@ def attention(
 ) -> tuple[float, float, float, dict[tuple[bool, int], float]]:
     """Seconds of a call, of a block of queries and, more, of a backward, and the operations per
     second of all processors of forwards and of backwards (True), by the size of heads.
-
-    Raises:
-        ValueError: larger calls of a size do not take longer.
     """
     kinds = sorted({(call.back, call.size) for call in calls})
     matrix = np.zeros((len(calls), 3 + len(kinds)))
@@ -213,11 +194,7 @@ def attention(
 
 
 def memory(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Bytes per second and latency, from (bytes read and written, seconds).
-
-    Raises:
-        ValueError: fewer than two sizes, or all take the same time.
-    """
+    """Bytes per second and latency, from (bytes read and written, seconds)."""
     if len(times) < 2:
         raise ValueError(f"memory: required two sizes or more, got {len(times)}")
     matrix = np.array([(nbytes, 1.0) for nbytes, _ in times])
@@ -284,9 +261,6 @@ def heat(times: Sequence[RowTime]) -> Heat:
     With the right pair, a product takes the same time in rows of any length. The fit takes the pair
     with the smallest differences, on a grid and then on a finer grid around the best. A device
     without a limit that shows (:data:`LEAST_HEAT`, :data:`MOST_LEFT`) gets infinite and 1.
-
-    Raises:
-        ValueError: no product with rows of three lengths, which is the least that shows a bend.
     """
     rows = {one.product: [r for r in times if r.product == one.product] for one in times}
     lengths = {name: sorted({one.count for one in of}) for name, of in rows.items()}
@@ -324,11 +298,8 @@ def steadied(times: Mapping[str, Any], references: Sequence[str]) -> dict[str, f
     median of the references' times in its round, relative to the median over all rounds."""
     by_round = np.median([times[name] for name in references], axis=0)
     pace = by_round / np.median(by_round)
-    return {
-        name: float(np.median(series / pace))
-        for name, series in times.items()
-        if name not in references
-    }
+    others = times.keys() - {*references}
+    return {name: float(np.median(times[name] / pace)) for name in times if name in others}
 
 
 # Products.
@@ -381,9 +352,7 @@ def fit(
     units: int = 1,
     tiles: tuple[tuple[int, ...], tuple[int, ...]] = (TILE_ROWS, TILE_COLS),
     peak: float | None = None,
-    launch: float = 0.0,
     known: Gemm | None = None,
-    provenance: Provenance | None = None,
 ) -> Gemm:
     """The model that fits samples best, by the mean of ``|log(predicted / measured)|``.
 
@@ -392,18 +361,13 @@ def fit(
 
     Args:
         samples: measured products. From times of a queue of products, ``start`` includes the time
-            between two products, and ``launch`` is 0.
+            between two products.
         units: processors that work on one tile each.
         tiles: rows and columns that tiles may have.
         peak: operations per second of the smallest dtype that was measured; the highest rate that
             was seen where it is not known.
-        launch: seconds between two products that are not in the samples' times.
         known: a model of the same device, for the shares of dtypes without samples and for the
             power limit. Samples are of a device below its power limit.
-        provenance: of the block.
-
-    Raises:
-        ValueError: there is no sample, or one of no work or no time.
     """
     if not samples:
         raise ValueError("samples: required at least one measured product, got none")
@@ -420,11 +384,11 @@ def fit(
     guess = Gemm(
         peak=peak,
         units=units,
-        launch=launch,
+        launch=0.0,
         efficiency=min(fastest[sizes[0]] / peak, 0.999),
         start=float(seconds.min()) / 2,
         bandwidth=float((_memory(_UNIT, columns) / seconds).max()),
-        provenance=provenance or Provenance("fitted"),
+        provenance=Provenance("fitted"),
         tile_rows=tiles[0] if waves else (1,),
         tile_cols=tiles[1] if waves else (1,),
         splits=SPLITS if waves else (1,),
@@ -438,14 +402,14 @@ def fit(
     names += ["prologue", "step", "write", "join"] if waves else []
 
     def gemm_of(x: Any) -> Gemm:
+        factors = np.exp(x).tolist()
         values: dict[str, Any] = {
-            name: float(getattr(guess, name) * np.exp(x[i])) for i, name in enumerate(names)
+            name: getattr(guess, name) * factor
+            for name, factor in zip(names, factors, strict=False)
         }
         values["efficiency"] = min(values["efficiency"], 1.0)
-        shares = [
-            (size, float(share * np.exp(x[len(names) + i])))
-            for i, (size, share) in enumerate(guess.shares[1:])
-        ]
+        others = zip(guess.shares[1:], factors[len(names) :], strict=True)
+        shares = [(size, share * factor) for (size, share), factor in others]
         return replace(guess, **values, shares=(guess.shares[0], *shares))
 
     def loss(x: Any) -> float:
@@ -459,12 +423,8 @@ def fit(
     scale = dict(fitted.shares)[sizes[0]] / interpolate(known.shares, sizes[0])
     shares = {size: min(1.0, share * scale) for size, share in known.shares if size > sizes[0]}
     shares |= dict(fitted.shares)
-    return replace(
-        fitted,
-        shares=tuple(sorted(shares.items())),
-        burst=known.burst,
-        sustained=known.sustained,
-    )
+    limit = {"burst": known.burst, "sustained": known.sustained}
+    return replace(fitted, shares=tuple(sorted(shares.items())), **limit)
 
 
 _UNIT = Gemm(1.0, 1, 0.0, 1.0, 0.0, 1.0, Provenance("assumed"))

@@ -51,7 +51,7 @@ from ficco.problems.products import Problem
 from ficco.schedules import Schedule
 from ficco.simulate import predict
 from ficco.tools import doctor
-from ficco.tools.bench.frames import Forecast, bar, commit
+from ficco.tools.bench.frames import bar, commit
 from ficco.tools.bench.measure import Stopwatch
 from ficco.tools.launch import local_device
 from ficco.tools.tune import calls, communication, fits, products
@@ -176,9 +176,6 @@ class Journal:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def with_done(self, step: str) -> Journal:
-        return replace(self, done=(*self.done, step))
-
     def write(self, machine: Path) -> None:
         """Write the journal atomically.
 
@@ -191,12 +188,6 @@ class Journal:
             why = f"cannot be written: {error.strerror}; give another file with --out, or another "
             why += "folder with FICCO_CONFIG_DIR"
             raise ConfigError(str(machine), "folder", why) from None
-
-    @classmethod
-    def remove(cls, machine: Path) -> None:
-        """Forget the run: it is over."""
-        with suppress(OSError):
-            cls.path(machine).unlink()
 
 
 # The run.
@@ -275,7 +266,8 @@ class _TuningRun:
         machine, journal = begun
         outcome, settings = Outcome(machine, earlier=journal.done), self.settings
         todo = {n: settings.seconds(n) for n in settings.steps if n not in journal.done}
-        forecast, steps, whole = Forecast(todo), len(todo), sum(todo.values())
+        steps, rest, whole = len(todo), dict(todo), sum(todo.values())
+        planned = taken = 0.0  # seconds of the steps that were measured
         if journal.done:
             self._say(f"continues an interrupted run; done: {', '.join(journal.done)}")
         self._say(
@@ -286,7 +278,7 @@ class _TuningRun:
         for number, (name, own) in enumerate(todo.items(), 1):
             title, began = f"[{number}/{steps}] {name}", time.monotonic()
             site = Site(watch, settings.effort, machine, self._source)
-            past = whole - sum(forecast.rest.values())
+            past = whole - sum(rest.values())
             with bar(self.console, title, whole, past) as show:
 
                 def tick(action: str, past=past, own=own, began=began, show=show) -> None:
@@ -296,13 +288,13 @@ class _TuningRun:
                 measured, why = watch.together(partial(self._measure, name, site), named=True)
             watch, closing = self._after(watch, bool(why))
             spent = time.monotonic() - began
-            forecast.over(name, None if why or closing else spent)
+            del rest[name]
             if why := why or closing:
                 outcome.failures[name] = why
                 self._say(f"{title}: failed after {spent:.1f} s: {why}")
                 continue
             before, (machine, skipped) = machine, measured
-            journal = journal.with_done(name)
+            journal = replace(journal, done=(*journal.done, name))
             error, _ = self._on_rank_0(partial(self._keep, machine, journal))
             if error:
                 outcome.error = error
@@ -310,7 +302,9 @@ class _TuningRun:
             outcome.machine = machine
             outcome.done.append(name)
             outcome.skipped |= {name: skipped} if skipped else {}
-            left = f"about {forecast.left:.0f} s left" if forecast.rest else "done"
+            planned, taken = planned + own, taken + spent
+            seconds = sum(rest.values()) * taken / planned if planned else sum(rest.values())
+            left = f"about {seconds:.0f} s left" if rest else "done"
             self._say(f"{title}: {f'skipped: {skipped}' if skipped else f'{spent:.1f} s'}; {left}")
             self._show(name, before, machine)
         if self.rank == 0 and outcome.done and self.hosts.count == 1:
@@ -318,7 +312,8 @@ class _TuningRun:
                 self._say(line, Console())
         watch.close()
         if not outcome.error and not outcome.failures and self.rank == 0:
-            Journal.remove(settings.path)
+            with suppress(OSError):  # the run is over
+                Journal.path(settings.path).unlink()
         return outcome
 
     def _say(self, text: str, console: Console | None = None) -> None:
@@ -327,10 +322,8 @@ class _TuningRun:
     def _show(self, name: str, before: Machine, after: Machine) -> None:
         """The figures of a step, old against new."""
         if name in STEPS:
-            lines = [
-                f"{name}.{figure}: {_change(old, new)}"
-                for figure, old, new in changes(before, after, name)
-            ]
+            every = changes(before, after, name)
+            lines = [f"{name}.{figure}: {_change(old, new)}" for figure, old, new in every]
         else:
             entry = after.tuned[-1]
             old = next((one for one in before.tuned if tuned_key(one) == tuned_key(entry)), None)
@@ -398,15 +391,9 @@ class _TuningRun:
 
     def _source(self, kind: str, note: str) -> Provenance:
         versions = doctor.versions()
-        return Provenance(
-            source=kind,
-            date=self.date,
-            command=self.settings.command,
-            driver=str(versions["driver"]),
-            torch=str(versions["torch"]),
-            commit=commit() or f"ficco {versions['ficco']}",
-            note=note,
-        )
+        where = {name: str(versions[name]) for name in ("driver", "torch")}
+        where |= {"command": self.settings.command, "note": note}
+        return Provenance(kind, self.date, commit=commit() or f"ficco {versions['ficco']}", **where)
 
 
 # The check of a file.
@@ -444,22 +431,23 @@ def check(machine: Machine, device: str) -> list[Point]:
     site = Site(watch, EFFORTS[device, True], machine, lambda kind, note: Provenance(kind))
     points: list[Point] = []
     with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
-        for one in (_gemm, _scaled, _attention, _experts, _copies, _collective, _memory, _calls):
-            points += one(site)
-            watch.release()
+        for block, points_of in CHECKED.items():
+            model = getattr(machine, block)
+            if model is not None and (watch.world > 1 or block not in BETWEEN_RANKS):
+                points += points_of(site, block, model)
+                watch.release()
+        points += _calls(site)
+        watch.release()
     watch.close()
     return points
 
 
-def _gemm(site: Site) -> Iterator[Point]:
-    model = site.machine.gemm
-    if model is None:
-        return
-    yield from _products(site, "gemm", model, _plain(site))
+def _gemm(site: Site, block: str, model: Gemm) -> Iterator[Point]:
+    yield from _products(site, block, model, _plain(site))
     shape, longest = site.effort.heating[0], site.effort.rows[-1]
     (time,) = products.row_times(site, (shape,), (longest,))
     stored = longest * model.seconds(*shape[:3], itemsize=site.itemsize)
-    yield Point("gemm", f"{longest} of {time.product} in a row", model.heated(stored), time.seconds)
+    yield Point(block, f"{longest} of {time.product} in a row", model.heated(stored), time.seconds)
 
 
 def _plain(site: Site) -> list[Shape]:
@@ -479,65 +467,65 @@ def _products(site: Site, block: str, model: Gemm, shapes: Sequence[Shape]) -> I
         yield Point(block, product, stored, one.seconds)
 
 
-def _attention(site: Site) -> Iterator[Point]:
-    model, gemm = site.machine.attention, site.machine.gemm
-    if model is None or gemm is None:
+def _experts(site: Site, block: str, model: Gemm) -> Iterator[Point]:
+    return _products(site, block, model, site.effort.experts)
+
+
+def _scaled(site: Site, block: str, model: Gemm) -> Iterator[Point]:
+    """Products of float8 operands, by the recipe of a block."""
+    recipe = next(recipe for recipe, own in SCALED_PRODUCTS.items() if own == block)
+    scaled = products.scaled_site(site, recipe)
+    if not isinstance(scaled, str):
+        yield from _products(scaled, block, model, _plain(scaled))
+
+
+def _attention(site: Site, block: str, model: Any) -> Iterator[Point]:
+    if (gemm := site.machine.gemm) is None:
         return
     chosen = site.effort.attends[2::4]
     for call, seconds in zip(chosen, products.attention_seconds(site, chosen), strict=True):
         stored, _ = model.times(gemm, site.itemsize, *products.call_of(call))
         attended = f"{call.queries} x {call.keys}, size {call.size}" + ", causal" * call.causal
         attended += ", backward" * call.back
-        yield Point("attention", attended, stored, seconds)
+        yield Point(block, attended, stored, seconds)
 
 
-def _experts(site: Site) -> Iterator[Point]:
-    model = site.machine.experts
-    if model is not None:
-        yield from _products(site, "experts", model, site.effort.experts)
-
-
-def _scaled(site: Site) -> Iterator[Point]:
-    """Products of float8 operands, by each recipe in the file."""
-    for recipe, block in SCALED_PRODUCTS.items():
-        model, scaled = getattr(site.machine, block), products.scaled_site(site, recipe)
-        if model is not None and not isinstance(scaled, str):
-            yield from _products(scaled, block, model, _plain(scaled))
-
-
-def _copies(site: Site) -> Iterator[Point]:
-    model, sizes = site.machine.copies, site.effort.sizes
-    if model is None or site.world < 2:
-        return
+def _copies(site: Site, block: str, model: Any) -> Iterator[Point]:
+    sizes = site.effort.sizes
     if site.crowded:  # the block has the bytes' time alone; the rest is in the block host
         curve = fits.copies(communication.copy_times(site, sizes, site.effort.pieces)).curve
         for nbytes, rate in curve[1:]:
-            copies = f"{nbytes / 1024:.0f} KiB"
-            yield Point("copies", copies, nbytes / model.rate(nbytes), nbytes / rate)
+            stored = nbytes / model.rate(nbytes)
+            yield Point(block, f"{nbytes / 1024:.0f} KiB", stored, nbytes / rate)
         return
     for one in communication.copy_times(site, (sizes[1], sizes[-1]), (1,)):
         row = one.count * one.nbytes / model.rate(one.nbytes) + (one.count - 1) * model.gap
         copies = f"{one.count} of {one.nbytes / 1024:.0f} KiB"
-        yield Point("copies", copies, model.latency + row, one.seconds)
+        yield Point(block, copies, model.latency + row, one.seconds)
 
 
-def _collective(site: Site) -> Iterator[Point]:
-    for name in COLLECTIVES.values():
-        model = getattr(site.machine, name)
-        if model is None or site.world < 2:
-            continue
-        for nbytes, seconds in communication.collective(site, name).curve[1::2]:
-            block = f"{nbytes / 1024:.0f} KiB a rank"
-            yield Point(name, block, model.seconds(nbytes), seconds)
+def _collective(site: Site, block: str, model: Any) -> Iterator[Point]:
+    for nbytes, seconds in communication.collective(site, block).curve[1::2]:
+        yield Point(block, f"{nbytes / 1024:.0f} KiB a rank", model.seconds(nbytes), seconds)
 
 
-def _memory(site: Site) -> Iterator[Point]:
-    model = site.machine.memory
-    if model is None:
-        return
+def _memory(site: Site, block: str, model: Any) -> Iterator[Point]:
     now, size = products.memory(site), 2 * site.effort.moves[-1]
     stored = model.latency + size / model.bandwidth
-    yield Point("memory", f"{size >> 20} MiB", stored, now.latency + size / now.bandwidth)
+    yield Point(block, f"{size >> 20} MiB", stored, now.latency + size / now.bandwidth)
+
+
+#: The blocks that are checked, and those that two ranks or more have.
+CHECKED: dict[str, Callable[[Site, str, Any], Iterator[Point]]] = {
+    "gemm": _gemm,
+    **dict.fromkeys(SCALED_PRODUCTS.values(), _scaled),
+    "attention": _attention,
+    "experts": _experts,
+    "copies": _copies,
+    **dict.fromkeys(COLLECTIVES.values(), _collective),
+    "memory": _memory,
+}
+BETWEEN_RANKS = ("copies", *COLLECTIVES.values())
 
 
 def _calls(site: Site) -> Iterator[Point]:

@@ -47,8 +47,7 @@ class Site:
 
     @property
     def itemsize(self) -> int:
-        size: int = getattr(torch, operands_of(self.effort.dtype)[0]).itemsize
-        return size
+        return int(getattr(torch, operands_of(self.effort.dtype)[0]).itemsize)
 
     def parts(self) -> MeasuredCalls:
         """The calls to measure, with operands of their own."""
