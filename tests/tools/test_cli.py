@@ -158,6 +158,9 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
         ("--device cpu --ranks 0", "--ranks: required at least 1"),
         ("--rounds 0 --device cpu", "--rounds"),
         ("--rank 1", "ficco bench: error: unknown argument --rank; `ficco bench --help` lists all"),
+        ("tea", "unknown argument tea; required `ficco bench [OPERATOR ...] [options]`, with "),
+        ("--ranks 2 experts", "unknown argument experts; required `ficco bench [OPERATOR ...] ["),
+        ("--device cpu --name a/b", "--name: required a name without a folder, got 'a/b'"),
         ("--set cpu --shapes x.csv --device cpu", "got both"),
         ("--set experts --only g1", "required some of g13, g14, g15, g16, got"),
         ("attention experts", "required one family, got attention and experts"),
@@ -184,7 +187,8 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
         ("growing --rows 1,2,3,4", "sum 64"),
         ("growing --rows a,2,3,4", "whole numbers"),
         ("growing --rank 4", "0 to 3"),
-        ("growing --dtype int8", "int8"),
+        ("growing --dtype int8", "--dtype: required one of bfloat16, float16, float32, fp8-"),
+        (f"growing --trace {os.devnull}/x.json", "required a file that can be read or"),
         ("growing --draw x.png --machine abacus", "abacus"),
         ("growing --draw x", "--draw: required a file with one of the suffixes"),
         ("growing --workspace-bytes 1", "workspace_bytes"),
@@ -251,7 +255,7 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
     ),
     "": (
         ("nothing", "ficco: error: command: required one of demo, explain, plan, "),
-        ("", "ficco: error: required command, got none"),
+        ("", "ficco: error: required command, got none; `ficco --help` lists all"),
     ),
     **{
         f"{command} {OTHER} all_gather_attention {' '.join(ATTENTION)} --placement head-tail": (

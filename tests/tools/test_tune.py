@@ -694,7 +694,7 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, cap
     assert cli(*explain, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [line.split(": ")[1].split(" ")[0] for line in lines] == [o["schedule"] for o in found]
-    for wrong, why in ((("--m", 4), "--m: required without --from-log"), (("--world", 5), "none")):
+    for wrong, why in ((("--m", 4), "--from-log: required without --m"), (("--world", 5), "none")):
         assert cli(*explain, *wrong) == 2
         assert why in capsys.readouterr().err
 

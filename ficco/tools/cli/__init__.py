@@ -136,6 +136,10 @@ WORDING: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         lambda error: f"{error[1]}: required one of {_bare(error[3])}, got {error[2]}",
     ),
     (r"argument (\S+): expected (.*)", r"\1: required \2, got none"),
+    (
+        r"the following arguments are required: command",
+        f"required command, got none; `{PROGRAM} --help` lists all",
+    ),
     (r"the following arguments are required: (.*)", r"required \1, got none"),
 )
 
@@ -187,7 +191,7 @@ def run(arguments: Sequence[str]) -> int:
     program = f"{PROGRAM} {parsed.command}"
     _fail = partial(_report, program)
     if unknown:
-        return _fail(f"unknown argument {unknown[0]}; `{program} --help` lists all", 2)
+        return _fail(_unknown(unknown[0], parsed.command), 2)
 
     try:
         if parsed.command in WITH_EXTRA:
@@ -209,8 +213,10 @@ def run(arguments: Sequence[str]) -> int:
     except InvalidArgument as error:
         option = f"--{error.argument.replace('_', '-')}: {error.args[1]}"
         return _fail(option if error.argument in parsed else error, 2)
-    except (ValueError, NotImplementedError, ConfigError, OSError) as error:
+    except (ValueError, NotImplementedError, ConfigError) as error:
         return _fail(error, 2)
+    except OSError as error:
+        return _fail(_file_error(error), 2)
     except FiccoError as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
@@ -222,6 +228,23 @@ def _reader_left() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _unknown(argument: str, command: str) -> str:
+    """Error text for an argument that the parser does not know."""
+    program, text = f"{PROGRAM} {command}", f"unknown argument {argument}"
+    if "[OPERATOR" in COMMANDS[command].words and not argument.startswith("-"):
+        usage = f"{program} {COMMANDS[command].words} [options]"
+        text += f"; required `{usage}`, with OPERATOR one of {', '.join(OPERATOR_NAMES)}"
+    return f"{text}; `{program} --help` lists all"
+
+
+def _file_error(error: OSError) -> str:
+    """Error text for a file that cannot be read or written, or for another error of the system."""
+    if error.filename is None:
+        return str(error)
+    required = "required a file that can be read or written"
+    return f"{error.filename}: {required}, got: {error.strerror}; name another"
 
 
 def _report(program: str, error: object, code: int) -> int:
@@ -267,9 +290,11 @@ def _parser(arguments: Sequence[str] = tuple(COMMANDS)) -> Parser:
 # Options, shapes, the machine and files of several commands.
 
 
+#: Kinds of operands that a plan or a prediction can be for. float64 is for CPUs.
+OPERAND_KINDS = (*DTYPES, *CAST_KINDS, "float64")
+
 DTYPE_TEXT = (
-    f"{', '.join((*DTYPES, *CAST_KINDS))}; of -cast, the call casts A from bfloat16 "
-    "(default: bfloat16)"
+    f"{', '.join(OPERAND_KINDS)}; of -cast, the call casts A from bfloat16 (default: bfloat16)"
 )
 
 #: The machine that is simulated unless another is named; the one that was measured most.
@@ -394,7 +419,8 @@ def add_sizes(parser: Parser) -> None:
         text = text if name in mine.sizes else argparse.SUPPRESS
         option = f"--{name.replace('_', '-')}"
         group.add_argument(option, **kind, dest=name, default=None, help=text)
-    parser.add_argument("--dtype", metavar="NAME", default="bfloat16", help=DTYPE_TEXT)
+    kinds: Any = {"choices": OPERAND_KINDS, "metavar": "NAME", "default": "bfloat16"}
+    parser.add_argument("--dtype", **kinds, help=DTYPE_TEXT)
 
 
 def sizes(arguments: Any) -> dict[str, Any]:
