@@ -304,6 +304,15 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert "error:" in text.splitlines()[-1] and not [*tmp_path.iterdir()]
 
 
+def test_an_interrupted_command_says_how_to_continue(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, said in (("tune", "interrupted; the same command continues"), ("demo", "ted\n")):
+        interrupt = mock.Mock(side_effect=KeyboardInterrupt)
+        monkeypatch.setattr(f"ficco.tools.cli.measure.run_{command}", interrupt)
+        assert cli.run([command]) == 130 and said in capsys.readouterr().err
+
+
 def test_an_error_names_an_option_by_its_type_not_by_its_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

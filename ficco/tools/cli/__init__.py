@@ -50,6 +50,9 @@ WITH_EXTRA = ("demo", "bench", "replay", "simulate", "plot", "tune")
 #: Exit code where whoever reads the output left early, as a shell has it for the signal SIGPIPE.
 READER_LEFT = 141
 
+#: What the user can do after an interruption, of commands that keep their work.
+CONTINUES = {"tune": "; the same command continues after the steps that are saved"}
+
 #: The operator that is asked about unless another is named.
 GATHERS = "all_gather_matmul"
 
@@ -220,7 +223,7 @@ def run(arguments: Sequence[str]) -> int:
     except FiccoError as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail(f"interrupted{CONTINUES.get(parsed.command, '')}", 130)
 
 
 def _reader_left() -> bool:
