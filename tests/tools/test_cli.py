@@ -342,6 +342,16 @@ def test_the_help_lists_the_sizes_of_a_family(
     assert ("--rows" in texts[0]) == (family == "products")
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_example_of_the_help_is_a_command(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [name, *cli.COMMANDS[name].example.split()]
+    assert cli.run([name, "--help"]) == 0
+    assert f"example: ficco {' '.join(words)}" in " ".join(capsys.readouterr().out.split())
+    assert not cli._parser(words).parse_known_args(cli._named(words))[1]
+
+
 def test_the_help_has_every_option_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
     (commands,) = (
         action.choices

@@ -64,11 +64,13 @@ class Command(NamedTuple):
         module: module of this package. It has ``add_NAME``, which adds the options of the command
             to a parser, and ``run_NAME``, which takes the parsed options and returns the exit code.
         help: what the command does.
+        example: the words of an example, for the help.
         words: its words before the options. ``[OPERATOR]`` stands for ``--operator``.
     """
 
     module: str
     help: str
+    example: str
     words: str = ""
 
 
@@ -77,40 +79,53 @@ COMMANDS = {
     "demo": Command(
         "measure",
         "run every schedule and operator here, compare them with the plain product, draw them",
+        "--ranks 2",
     ),
     "explain": Command(
         "plan",
         "say which schedule a call would take, why, and what is predicted of the others",
+        "--m 8192 --n 3584 --k 4096 --machine h200-4",
         "[OPERATOR]",
     ),
     "plan": Command(
         "plan",
         "print or draw what a schedule does for given sizes; needs no GPU",
+        "growing:tail=4 --m 8192 --n 3584 --k 4096 --world 4",
         "[OPERATOR] SCHEDULE",
     ),
     "simulate": Command(
         "plan",
         "predict schedules on a described machine; needs no GPU",
+        "growing serial --m 8192 --n 3584 --k 4096 --machine h200-4",
         "[OPERATOR] [SCHEDULE ...]",
     ),
     "bench": Command(
         "measure",
         "time operators by schedules, the serial composition and PyTorch's fused ops, paired",
+        "all_gather_matmul --ranks 2 --seconds 60 --schedules candidates auto",
         "[OPERATOR ...]",
     ),
     "replay": Command(
         "measure",
         "time operators on one GPU, where rows of peers arrive when a link would bring them",
+        "--world 4 --machine h200-4 --schedules candidates=3 auto",
         "[OPERATOR ...]",
     ),
-    "plot": Command("plan", "draw timelines, or the CSV of any command", "FILE [FILE ...]"),
+    "plot": Command(
+        "plan",
+        "draw timelines, or the CSV of any command",
+        "ficco-bench/NAME.csv --report",
+        "FILE [FILE ...]",
+    ),
     "tune": Command(
         "measure",
         "measure this machine, and which schedules are fastest on it, for schedule='auto'",
+        "--ranks 4",
     ),
     "doctor": Command(
         "measure",
         "print versions, devices, links, engines, and what would be used and why",
+        "--ranks 2",
     ),
 }
 
@@ -283,7 +298,9 @@ def _parser(arguments: Sequence[str] = tuple(COMMANDS)) -> Parser:
     named = [after for one, after in pairwise(arguments) if one == "--operator"]
     for name, one in COMMANDS.items():
         usage = " ".join(["%(prog)s", *one.words.split(), "[options]"])
-        command = commands.add_parser(name, help=one.help, description=one.help, usage=usage)
+        texts = {"help": one.help, "description": one.help}
+        texts["epilog"] = f"example: {PROGRAM} {name} {one.example}"
+        command = commands.add_parser(name, **texts, usage=usage)
         command.operator = operator_of(named[0]) if named else GATHERS
         if name in arguments:
             _function("add", name)(command)
