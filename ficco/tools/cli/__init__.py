@@ -50,7 +50,7 @@ WITH_EXTRA = ("demo", "bench", "replay", "simulate", "plot", "tune")
 #: Exit code where whoever reads the output left early, as a shell has it for the signal SIGPIPE.
 READER_LEFT = 141
 
-#: What the user can do after an interruption, of commands that keep their work.
+#: Advice after an interruption, for commands that save their steps.
 CONTINUES = {"tune": "; the same command continues after the steps that are saved"}
 
 #: The operator that is asked about unless another is named.
