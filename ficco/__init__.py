@@ -17,6 +17,7 @@ Operators, each differentiable:
 Modules and compiled models:
     ficco.nn has the layers. torch.compile(model, backend="ficco") and ficco.passes replace
     collectives in a graph. behind_symm_mem and behind_sdpa replace PyTorch's own operators.
+    ficco.fsdp.use serves the collectives of FSDP2.
 Choice of the schedule:
     explain returns the Decision for a Problem: which Schedule a call takes, and why.
     schedule="auto" is the default.

@@ -245,7 +245,11 @@ def prepare(
     if callable(calls):
         request, run = "prepare()", calls
     else:
-        listed = [(name, tuple(a), tuple(b)) for name, a, b in calls]
+        try:
+            listed = [(name, tuple(a), tuple(b)) for name, a, b in calls]
+        except (TypeError, ValueError):
+            required = "required a function, or a list of names of operators, each with two shapes"
+            raise ValueError(f"calls: {required}, got {calls!r}") from None
         for name, a, b in listed:
             if name not in OPERATORS or len(b) != 2:
                 raise ValueError(

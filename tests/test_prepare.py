@@ -86,6 +86,7 @@ def test_a_rank_that_does_not_prepare_or_something_else_is_named(other: str) -> 
 @on_ranks(2)
 def test_what_is_no_product_is_refused(at: Rank) -> None:
     with own_group(at) as group:
-        for wrong in (("matmul", (8, 4), (4, 6)), ("all_gather_matmul", (8, 4), (4,))):
-            failure = caught(lambda calls=[wrong]: ficco.prepare(calls, group=group))
-            assert failure.type == "ValueError", failure
+        gather, rows, b = "all_gather_matmul", (8, 4), (4, 6)
+        for wrong in (5, [("matmul", rows, b)], [(gather, rows, (4,))], [(gather, rows)]):
+            failure = caught(lambda calls=wrong: ficco.prepare(calls, group=group))
+            assert (failure.type, failure.text[:15]) == ("ValueError", "calls: required"), failure

@@ -440,7 +440,7 @@ def where(
             "machine", f"required a Machine, a name, a path or None, got {machine!r}"
         )
     if world is not None and world < 1:
-        raise InvalidArgument("world", f"required world >= 1, got {world}")
+        raise InvalidArgument("world", f"required at least 1 rank, got {world}")
     if not isinstance(machine, Machine):
         name = None if machine is None else os.fspath(machine)
         if isinstance(here, str):

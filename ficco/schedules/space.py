@@ -8,6 +8,7 @@ schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -291,16 +292,17 @@ def _parse(name: str) -> Schedule:
         if item == "pieces=0":  # in a Schedule, 0 is W
             raise ValueError(NO_SIZE.format(0))
         knob = next((k for k in KNOBS if (key == k.axis if equals else key in k.flags)), None)
-        try:
-            if knob is None or knob.axis in values:
-                raise KeyError(key)
-            values[knob.axis] = knob.parse(value) if equals else knob.flags[key]
-        except (KeyError, ValueError):
-            usage = (
-                "pieces=4 or pieces=4+2+1, tail=4, order=peer, pull, kernel or collective, copy=2, "
-                "compute=2, beta"
-            )
-            raise ValueError(
-                f"schedule {name!r}: {item!r} is not a knob or is given twice; knobs are {usage}"
-            ) from None
+        wrong = "not a knob"
+        if knob is not None and knob.axis in values:
+            wrong = f"{knob.axis} is given twice"
+        elif knob is not None:
+            with suppress(KeyError, ValueError):
+                values[knob.axis] = knob.parse(value) if equals else knob.flags[key]
+                continue
+            wrong = f"not a value of {knob.axis}"
+        usage = (
+            "pieces=4 or pieces=4+2+1, tail=4, order=peer, pull, kernel or collective, copy=2, "
+            "compute=2, beta"
+        )
+        raise ValueError(f"schedule {name!r}: {item!r}: {wrong}; knobs are {usage}")
     return replace(NAMED[base], **values)

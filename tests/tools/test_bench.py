@@ -172,6 +172,12 @@ def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
     assert not [one.name for one in of_problem(chosen, large) if "kernel" in one.name]
 
 
+def test_one_rank_has_no_staging_to_cap() -> None:
+    for world in (1, 2):
+        served = of_problem(choose(None), _problem(OPERATOR, world))
+        assert any(one.stages for one in served) == (world > 1)
+
+
 def test_candidates_with_a_number_are_the_first_of_those_ranked() -> None:
     problem = _problem(OPERATOR)
     chosen = choose(["candidates=2", "tiled"])

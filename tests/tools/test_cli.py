@@ -143,6 +143,9 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
         ("--device cpu --ranks 0", "--ranks: required at least 1"),
         ("--rounds 0 --device cpu", "--rounds"),
         ("--rank 1", "ficco bench: error: unknown argument --rank; `ficco bench --help` lists all"),
+        ("tea", "unknown argument tea; required `ficco bench [OPERATOR ...] [options]`, with "),
+        ("--ranks 2 experts", "unknown argument experts; required `ficco bench [OPERATOR ...] ["),
+        ("--device cpu --name a/b", "--name: required a name without a folder, got 'a/b'"),
         ("--set cpu --shapes x.csv --device cpu", "got both"),
         ("--set experts --only g1", "required some of g13, g14, g15, g16, got"),
         ("attention experts", "required one family, got attention and experts"),
@@ -169,7 +172,8 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
         ("growing --rows 1,2,3,4", "sum 64"),
         ("growing --rows a,2,3,4", "whole numbers"),
         ("growing --rank 4", "0 to 3"),
-        ("growing --dtype int8", "int8"),
+        ("growing --dtype int8", "--dtype: required one of bfloat16, float16, float32, fp8-"),
+        (f"growing --trace {os.devnull}/x.json", "required a file that can be read or"),
         ("growing --draw x.png --machine abacus", "abacus"),
         ("growing --draw x", "--draw: required a file with one of the suffixes"),
         ("growing --workspace-bytes 1", "workspace_bytes"),
@@ -236,7 +240,7 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
     ),
     "": (
         ("nothing", "ficco: error: command: required one of demo, explain, plan, "),
-        ("", "ficco: error: required command, got none"),
+        ("", "ficco: error: required command, got none; `ficco --help` lists all"),
     ),
     **{
         f"{command} {OTHER} all_gather_attention {' '.join(ATTENTION)} --placement head-tail": (
@@ -284,6 +288,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert "error:" in text.splitlines()[-1] and not [*tmp_path.iterdir()]
 
 
+def test_an_interrupted_command_says_how_to_continue(monkeypatch: Any, ran: Any) -> None:
+    for command, said in (("tune", "interrupted; the same command continues"), ("demo", "ted\n")):
+        interrupt = mock.Mock(side_effect=KeyboardInterrupt)
+        monkeypatch.setattr(f"ficco.tools.cli.measure.run_{command}", interrupt)
+        assert said in ran(command, code=130).err
+
+
 def test_an_error_names_an_option_by_its_type_not_by_its_text(monkeypatch: Any, ran: Any) -> None:
     for error, said in (
         (InvalidArgument("world", "required fewer"), "error: --world: required fewer\n"),
@@ -304,6 +315,13 @@ def test_the_help_lists_the_sizes_of_a_family(family: str, ran: Any) -> None:
         listed = f"  --{name.replace('_', '-')} " in texts[0].replace(",", "").split("\nsizes")[1]
         assert listed == (name in own.sizes), name
     assert ("--rows" in texts[0]) == (family == "products")
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_example_of_the_help_is_a_command(name: str, ran: Any) -> None:
+    words = [name, *cli.COMMANDS[name].example.split()]
+    assert f"example: ficco {' '.join(words)}" in " ".join(ran(f"{name} --help").out.split())
+    assert not cli._parser(words).parse_known_args(cli._named(words))[1]
 
 
 def test_the_help_has_every_option_and_its_default(ran: Any) -> None:

@@ -699,7 +699,7 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, ran
     assert all(" on h200-2" in line for line in lines)
     found = json.loads(ran(f"{explain} --json").out)
     assert [line.split(": ")[1].split(" ")[0] for line in lines] == [o["schedule"] for o in found]
-    for wrong, why in (("--m 4", "--m: required without --from-log"), ("--world 5", "none")):
+    for wrong, why in (("--m 4", "--from-log: required without --m"), ("--world 5", "none")):
         assert why in ran(f"{explain} {wrong}", code=2).err
 
     machine_file(path)

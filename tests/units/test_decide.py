@@ -246,7 +246,7 @@ def test_options_and_explain_refuse_what_no_call_can_be() -> None:
         ficco.Options(machine=5)  # type: ignore[arg-type]
     sizes: Any = {"operator": GATHER, "m": 2048, "n": 1024, "k": 4096, "world": 4}
     for wrong, said in (
-        ({"world": 0}, "world >= 1"),
+        ({"world": 0}, "at least 1 rank"),
         ({"machine": 5}, "machine: required a Machine, a name.* or None, got 5"),
         ({"machine": "nowhere"}, "nowhere"),
     ):
@@ -344,7 +344,7 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     two = ["--world", "2"]
     for more, said in (
         (["--schedule", "ring"], "operators that sum"),
-        (["--world", "0"], "world >= 1"),
+        (["--world", "0"], "at least 1 rank, got 0"),
         (["--world", str(10**20)], "--world: required at most 1024 ranks, got 1000000"),
         (["--seconds", "3"], "--measure"),
         (["--measure", "--seconds", "-3"], "above 0 and at most 604800, got -3"),

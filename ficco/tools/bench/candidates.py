@@ -220,6 +220,8 @@ def reason_against(
         return (
             f"{candidate.name}: @symmetric and @stages are for operators whose left operand travels"
         )
+    if candidate.stages and problem.world == 1:
+        return f"{candidate.name}: @stages is for several ranks; a call of one rank has no staging"
     if candidate.schedule == "auto":
         return ""
     schedule = Schedule.parse(candidate.schedule)

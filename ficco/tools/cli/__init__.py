@@ -26,7 +26,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ficco.errors import ConfigError, FiccoError, InvalidArgument
 from ficco.problems.products import OPERATORS
@@ -51,37 +51,84 @@ WITH_EXTRA = ("demo", "bench", "replay", "simulate", "plot", "tune")
 #: Exit code where whoever reads the output left early, as a shell has it for the signal SIGPIPE.
 READER_LEFT = 141
 
+#: Advice after an interruption, for commands that save their steps.
+CONTINUES = {"tune": "; the same command continues after the steps that are saved"}
+
 #: The operator that is asked about unless another is named.
 GATHERS = "all_gather_matmul"
 
 
-#: The commands in the order of the help, and what they do.
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        module: module of this package. It has ``add_NAME``, which adds the options of the command
+            to a parser, and ``run_NAME``, which takes the parsed options and returns the exit code.
+        help: what the command does.
+        example: the words of an example, for the help.
+        words: its words before the options. ``[OPERATOR]`` stands for ``--operator``.
+    """
+
+    module: str
+    help: str
+    example: str
+    words: str = ""
+
+
+#: The commands in the order of the help.
 COMMANDS = {
-    "demo": "run every schedule and operator here, compare them with the plain product, draw them",
-    "explain": "say which schedule a call would take, why, and what is predicted of the others",
-    "plan": "print or draw what a schedule does for given sizes; needs no GPU",
-    "simulate": "predict schedules on a described machine; needs no GPU",
-    "bench": "time operators by schedules, the serial composition and PyTorch's fused ops, paired",
-    "replay": "time operators on one GPU, where rows of peers arrive when a link would bring them",
-    "plot": "draw timelines, or the CSV of any command",
-    "tune": "measure this machine, and which schedules are fastest on it, for schedule='auto'",
-    "doctor": "print versions, devices, links, engines, and what would be used and why",
+    "demo": Command(
+        "measure",
+        "run every schedule and operator here, compare them with the plain product, draw them",
+        "--ranks 2",
+    ),
+    "explain": Command(
+        "plan",
+        "say which schedule a call would take, why, and what is predicted of the others",
+        "--m 8192 --n 3584 --k 4096 --machine h200-4",
+        "[OPERATOR]",
+    ),
+    "plan": Command(
+        "plan",
+        "print or draw what a schedule does for given sizes; needs no GPU",
+        "growing:tail=4 --m 8192 --n 3584 --k 4096 --world 4",
+        "[OPERATOR] SCHEDULE",
+    ),
+    "simulate": Command(
+        "plan",
+        "predict schedules on a described machine; needs no GPU",
+        "growing serial --m 8192 --n 3584 --k 4096 --machine h200-4",
+        "[OPERATOR] [SCHEDULE ...]",
+    ),
+    "bench": Command(
+        "measure",
+        "time operators by schedules, the serial composition and PyTorch's fused ops, paired",
+        "all_gather_matmul --ranks 2 --seconds 60 --schedules candidates auto",
+        "[OPERATOR ...]",
+    ),
+    "replay": Command(
+        "measure",
+        "time operators on one GPU, where rows of peers arrive when a link would bring them",
+        "--world 4 --machine h200-4 --schedules candidates=3 auto",
+        "[OPERATOR ...]",
+    ),
+    "plot": Command(
+        "plan",
+        "draw timelines, or the CSV of any command",
+        "ficco-bench/NAME.csv --report",
+        "FILE [FILE ...]",
+    ),
+    "tune": Command(
+        "measure",
+        "measure this machine, and which schedules are fastest on it, for schedule='auto'",
+        "--ranks 4",
+    ),
+    "doctor": Command(
+        "measure",
+        "print versions, devices, links, engines, and what would be used and why",
+        "--ranks 2",
+    ),
 }
-
-#: Words of commands before the options. ``[OPERATOR]`` stands for ``--operator``.
-WORDS = {
-    "explain": "[OPERATOR]",
-    "plan": "[OPERATOR] SCHEDULE",
-    "simulate": "[OPERATOR] [SCHEDULE ...]",
-    "bench": "[OPERATOR ...]",
-    "replay": "[OPERATOR ...]",
-    "plot": "FILE [FILE ...]",
-}
-
-#: Commands of the module ``plan`` of this package; the others are in ``measure``. A module has
-#: ``add_NAME``, which adds the options of the command to a parser, and ``run_NAME``, which takes
-#: the parsed options and returns the exit code.
-PLANS = ("explain", "plan", "simulate", "plot")
 
 #: Families of operators that share their sizes, and their operators.
 FAMILIES = {
@@ -104,6 +151,10 @@ WORDING: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
         lambda e: f"{e[1]}: required one of " + e[3].replace("'", "") + f", got {e[2]}",
     ),
     (r"argument (\S+): expected (.*)", r"\1: required \2, got none"),
+    (
+        r"the following arguments are required: command",
+        f"required command, got none; `{PROGRAM} --help` lists all",
+    ),
     (r"the following arguments are required: (.*)", r"required \1, got none"),
 )
 
@@ -155,7 +206,7 @@ def run(arguments: Sequence[str]) -> int:
     program = f"{PROGRAM} {parsed.command}"
     _fail = partial(_report, program)
     if unknown:
-        return _fail(f"unknown argument {unknown[0]}; `{program} --help` lists all", 2)
+        return _fail(_unknown(unknown[0], parsed.command), 2)
 
     try:
         if parsed.command in WITH_EXTRA:
@@ -177,12 +228,14 @@ def run(arguments: Sequence[str]) -> int:
     except InvalidArgument as error:
         option = f"--{error.argument.replace('_', '-')}: {error.args[1]}"
         return _fail(option if error.argument in parsed else error, 2)
-    except (ValueError, NotImplementedError, ConfigError, OSError) as error:
+    except (ValueError, NotImplementedError, ConfigError) as error:
         return _fail(error, 2)
+    except OSError as error:
+        return _fail(_file_error(error), 2)
     except FiccoError as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
-        return _fail("interrupted", 130)
+        return _fail(f"interrupted{CONTINUES.get(parsed.command, '')}", 130)
 
 
 def _reader_left() -> bool:
@@ -190,6 +243,23 @@ def _reader_left() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _unknown(argument: str, command: str) -> str:
+    """Error text for an argument that the parser does not know."""
+    program, text = f"{PROGRAM} {command}", f"unknown argument {argument}"
+    if "[OPERATOR" in COMMANDS[command].words and not argument.startswith("-"):
+        usage = f"{program} {COMMANDS[command].words} [options]"
+        text += f"; required `{usage}`, with OPERATOR one of {', '.join(OPERATOR_NAMES)}"
+    return f"{text}; `{program} --help` lists all"
+
+
+def _file_error(error: OSError) -> str:
+    """Error text for a file that cannot be read or written, or for another error of the system."""
+    if error.filename is None:
+        return str(error)
+    required = "required a file that can be read or written"
+    return f"{error.filename}: {required}, got: {error.strerror}; name another"
 
 
 def _report(program: str, error: object, code: int) -> int:
@@ -200,14 +270,15 @@ def _report(program: str, error: object, code: int) -> int:
 def _named(arguments: Sequence[str]) -> list[str]:
     """Arguments whose operators are options: of ``plan experts``, ``plan --operator experts``."""
     command, *rest = arguments or [""]
-    if "[OPERATOR" in WORDS.get(command, "") and rest and rest[0] in OPERATOR_NAMES:
+    takes_operator = command in COMMANDS and "[OPERATOR" in COMMANDS[command].words
+    if takes_operator and rest and rest[0] in OPERATOR_NAMES:
         rest.insert(0, "--operator")
     return [command, *rest] if arguments else []
 
 
 def _function(verb: str, command: str) -> Any:
     """``add_COMMAND`` or ``run_COMMAND``, from the module that has the command."""
-    module = import_module(f"{__name__}.{'plan' if command in PLANS else 'measure'}")
+    module = import_module(f"{__name__}.{COMMANDS[command].module}")
     return getattr(module, f"{verb}_{command}")
 
 
@@ -221,9 +292,11 @@ def _parser(arguments: Sequence[str] = tuple(COMMANDS)) -> Parser:
     )
     commands = parser.add_subparsers(required=True, dest="command", metavar="command")
     named = [after for one, after in pairwise(arguments) if one == "--operator"]
-    for name, text in COMMANDS.items():
-        usage = " ".join(["%(prog)s", *WORDS.get(name, "").split(), "[options]"])
-        command = commands.add_parser(name, help=text, description=text, usage=usage)
+    for name, one in COMMANDS.items():
+        usage = " ".join(["%(prog)s", *one.words.split(), "[options]"])
+        texts = {"help": one.help, "description": one.help}
+        texts["epilog"] = f"example: {PROGRAM} {name} {one.example}"
+        command = commands.add_parser(name, **texts, usage=usage)
         command.operator = operator_of(named[0]) if named else GATHERS
         if name in arguments:
             _function("add", name)(command)
@@ -233,9 +306,11 @@ def _parser(arguments: Sequence[str] = tuple(COMMANDS)) -> Parser:
 # Options, shapes, the machine and files of several commands.
 
 
+#: Kinds of operands that a plan or a prediction can be for. float64 is for CPUs.
+OPERAND_KINDS = (*DTYPES, *CAST_KINDS, "float64")
+
 DTYPE_TEXT = (
-    f"{', '.join((*DTYPES, *CAST_KINDS))}; of -cast, the call casts A from bfloat16 "
-    "(default: bfloat16)"
+    f"{', '.join(OPERAND_KINDS)}; of -cast, the call casts A from bfloat16 (default: bfloat16)"
 )
 
 #: Help of ``--rows``.
@@ -362,7 +437,8 @@ def add_sizes(parser: Parser) -> None:
         text = text if name in mine.sizes else argparse.SUPPRESS
         option = f"--{name.replace('_', '-')}"
         group.add_argument(option, **kind, dest=name, default=None, help=text)
-    parser.add_argument("--dtype", metavar="NAME", default="bfloat16", help=DTYPE_TEXT)
+    kinds: Any = {"choices": OPERAND_KINDS, "metavar": "NAME", "default": "bfloat16"}
+    parser.add_argument("--dtype", **kinds, help=DTYPE_TEXT)
 
 
 def sizes(arguments: Any) -> dict[str, Any]:

@@ -213,7 +213,10 @@ def named(subject: str, device: str, ranks: int) -> str:
 
 
 def fresh(folder: Path, name: str) -> Path:
-    """A CSV file that does not exist yet: rows are appended. Raises as :func:`writable`."""
+    """A CSV file that does not exist yet: rows are appended. Raises as :func:`writable`, and for a
+    name with a folder."""
+    if Path(name).name != name:
+        raise ValueError(f"--name: required a name without a folder, got {name!r}; see --out")
     path = cli.writable(folder) / f"{name}.csv"
     number = 1
     while path.exists() and launch.own_rank() == 0:
@@ -436,14 +439,14 @@ def run_tune(arguments: argparse.Namespace) -> int:
     if launch.own_rank():
         return 1 if outcome.error or outcome.failures else 0
     if outcome.error:
-        print(f"ficco: error: {outcome.error}", file=sys.stderr)
+        print(f"ficco tune: error: {outcome.error}", file=sys.stderr)
         return 2
     print(f"wrote {path}", file=sys.stderr)
     if arguments.out is not None:
         used = shlex.quote(str(path.absolute()))
         print(f"use it with FICCO_MACHINE={used}", file=sys.stderr)
     for name, why in outcome.failures.items():
-        print(f"ficco: error: {name}: {why}; what the file had was left", file=sys.stderr)
+        print(f"ficco tune: error: {name}: {why}; what the file had was left", file=sys.stderr)
     if outcome.failures:
         print("run the same command again to measure what is left", file=sys.stderr)
     return 1 if outcome.failures else 0

@@ -367,7 +367,10 @@ def _from_log(arguments: argparse.Namespace) -> int:
 
     for name in (*cli.sizes(arguments), "rows", "measure", "draw"):
         if getattr(arguments, name) not in (None, False):
-            raise ValueError(f"--{name}: required without --from-log, whose problems have sizes")
+            raise ValueError(
+                f"--from-log: required without --{name.replace('_', '-')}, since the problems of "
+                "the log have sizes; leave one of the two out"
+            )
     problems = problem_log.read(arguments.from_log, arguments.world)
     if not problems:
         raise ValueError(f"--from-log: required a problem in {arguments.from_log}, got none")
