@@ -28,6 +28,7 @@ from unittest import mock
 import hip_ranks
 import pytest
 import ranks
+import subjects
 import test_operators as operators
 import torch
 import torch.distributed as dist
@@ -109,7 +110,7 @@ def _tiled(at: Rank) -> None:
             ("matmul_all_to_all", "float16", "tiled:tail=2"),
         ):
             rows = operators.rows_for(operator, 2, "ragged")
-            operators.exact(at, operators.Case(operator, rows, 24, 40, dtype, name), 0)
+            operators.all_exact(at, [(operator, subjects.Case(rows, (24, 40), dtype, name))])
         # A slot's next call of a kind, whose operands lie elsewhere.
         apart = [make(at, cases[0], iteration) for iteration in range(SLOTS + 1)]
         for made in apart:
