@@ -11,7 +11,6 @@ import random
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from cases import (
     Case,
     all_exact,
     call,
-    compare,
     equal,
     exact,
     make,
@@ -201,37 +199,6 @@ def test_capped_calls_between_others(at: Rank) -> None:
 # Groups.
 
 
-#: Processes of their own for two threads with groups of their own: CUDA waits for the device before
-#: it loads a kernel, and two ranks that do so for each other's calls wait for ever.
-EAGER = {"fresh": True, "env": {"CUDA_MODULE_LOADING": "EAGER"}}
-
-
-def _two_groups_at_once(at: Rank, count: int) -> None:
-    groups = [dist.new_group(list(range(at.world))) for _ in range(2)]
-
-    def calls(index: int) -> None:
-        rng = random.Random(index)
-        for iteration in range(count):
-            case = equal(at.world, rng.choice([4, 9, 30]), 16, 8, schedule=rng.choice(KINDS))
-            exact(at, case, 1000 * index + iteration, groups[index])
-
-    def on_a_stream(index: int) -> None:
-        torch.cuda.set_device(at.device)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            calls(index)
-            torch.cuda.current_stream().synchronize()
-
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(on_a_stream if at.device.type == "cuda" else calls, range(2)))
-    leave(*groups)
-
-
-@ranks(2, 4)
-def test_two_groups_at_once(world: int, device: str) -> None:
-    own = EAGER if device == "cuda" else {}
-    run(world, _two_groups_at_once, 25, device=device, **own)
-
-
 @on_ranks(4)
 def test_subgroups(at: Rank) -> None:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -288,31 +255,6 @@ def _float_errors(at: Rank, dtypes: Sequence[str]) -> None:
 
 def test_float_error_is_that_of_a_plain_product(device: str) -> None:
     run(3, _float_errors, dtypes_on(device), device=device)
-
-
-@on_ranks(2)
-def test_column_pieces_round_once(at: Rank) -> None:
-    """Sums that fall on the next number only if they are rounded at the end.
-
-    With e the distance between neighbours at 1, 2/e + 1 lies half-way between two numbers and
-    falls back to 2/e (ties to even). Three such steps from 2/e, rounded each time, stay at 2/e;
-    the exact sum 2/e + 3 rounds to 2/e + 4.
-    """
-    knobs, rows, k = ("pieces=4", "pieces=4,pull,compute=2,copy=2"), 8, 64
-    names = [named(name, some) for name in NAMES if name.endswith("2d") for some in knobs]
-    for kind, schedule in product((torch.bfloat16, torch.float16), names):
-        large = 2 / torch.finfo(kind).eps
-        a = torch.zeros(rows, k, dtype=kind, device=at.device)
-        a[:, 5] = large
-        a[:, 20] = a[:, 36] = a[:, 50] = 1  # one in each of the other three quarters
-        b = torch.ones(k, 8, dtype=kind, device=at.device)
-        b[:, at.rank] *= -1
-        found = ficco.all_gather_matmul(a, b, schedule=schedule)
-        want = torch.full((rows * at.world, 8), large + 4, dtype=kind, device=at.device)
-        want[:, at.rank] *= -1
-        compare("the product", found, want, f"{kind} {schedule}")
-        step_by_step = torch.tensor(large, dtype=kind) + 1 + 1 + 1
-        assert step_by_step.item() == large, "this case cannot tell the two apart"
 
 
 # Any of all this.

@@ -33,8 +33,6 @@ import test_operators as operators
 import torch
 import torch.distributed as dist
 from cases import (
-    A_LAYOUTS,
-    SYMMETRIC_LAYOUTS,
     Case,
     all_exact,
     call,
@@ -46,14 +44,13 @@ from cases import (
 )
 from hip_ranks import SERIES, asking, calls, clean, compiling, double, on_double, run
 from ranks import Died, Failure, Rank, caught, gave_up, missing
-from test_all_gather_matmul import KNOBS, NAMES, _two_groups_at_once, named
+from test_all_gather_matmul import KNOBS, NAMES, named
+from test_gradients import test_backwards_of_two_groups_at_once
 
 import ficco
 import ficco.dma.gpu
 from ficco.hip_kernels import build
-from ficco.problems.products import Problem
 from ficco.runtime.workspace import SLOTS, workspaces
-from ficco.schedules import Schedule, plans
 
 #: Every schedule of names and knobs that moves bytes by copies.
 COPIED = tuple(named(name, knobs) for name in NAMES for knobs in KNOBS if "kernel" not in knobs)
@@ -78,24 +75,12 @@ def pointer(stream: Any) -> int:
 # Results.
 
 
-@on_double(2)
-def test_layouts(at: Rank) -> None:
-    before = calls(COPY)
-    for name in ("growing", "uniform-fused-2d:pieces=3,pull"):
-        ragged = Case((5, 8), 11, 6, dtype="bfloat16", schedule=name)
-        for layout in A_LAYOUTS + SYMMETRIC_LAYOUTS:
-            whole = equal(2, 12, 20, 8, gathered=True, schedule=name)
-            all_exact(at, [whole.on(a=layout), ragged.on(a=layout)])
-    ficco.synchronize()
-    assert engine().work.index == at.rank and calls(COPY) > before
-
-
 @on_double(2, fresh=True, series="7", settings={"JITTER_US": 300})
 def test_memory_is_freed_while_no_thread_has_a_call_in_flight(at: Rank) -> None:
     """hip-python 7.2 keeps the interpreter while hipFree waits for the device, so that calls of
     other threads that are half enqueued would not go on."""
     ficco.set_options(engine="hip", on_timeout="raise", timeout_s=20)  # of other threads, too
-    _two_groups_at_once(at, 12)
+    test_backwards_of_two_groups_at_once.body(at)
 
 
 def _tiled(at: Rank) -> None:
@@ -200,21 +185,6 @@ def test_streams_of_a_priority_share_one_hardware_queue(at: Rank) -> None:
     double().double_jitter(50)
     all_exact(at, [equal(3, 12, 16, 8, schedule=schedule) for schedule in COPIED[::3]])
     double().double_jitter(0)
-
-
-def test_a_mesh_of_eight_has_a_copy_queue_for_each_link() -> None:
-    """As on 8 MI300X."""
-    for name in (
-        *("hetero-fused-1d:copy=7", "hetero-unfused-1d:pieces=4,pull,copy=7"),
-        *("uniform-fused-2d:pieces=2,copy=7", "shard-overlap:copy=7"),
-    ):
-        problem = Problem("all_gather_matmul", (16,) * 8, 8, 24, "bfloat16")
-        for plan in plans(problem, Schedule.parse(name)):
-            ends = [(step.lane, move) for step in plan.steps if (move := step.copy)]
-            pairs = {
-                (lane, ({one.src.rank, one.dst.rank} - {plan.rank}).pop()) for lane, one in ends
-            }
-            assert len(pairs) == 7 == len({lane for lane, _ in pairs}), "a link shares its queue"
 
 
 @on_double(3)

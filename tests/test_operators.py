@@ -42,9 +42,9 @@ def call(name: str, case: Case, given: Sequence[torch.Tensor]) -> torch.Tensor:
     return found
 
 
-def all_exact(at: Rank, calls: Sequence[tuple[str, Case]]) -> int:
+def all_exact(at: Rank, calls: Sequence[tuple[str, Case]], group: Any = None) -> int:
     for iteration, (name, case) in enumerate(calls):
-        exact(at, SUBJECTS[name], case, iteration)
+        exact(at, SUBJECTS[name], case, iteration, group)
     return len(calls)
 
 
