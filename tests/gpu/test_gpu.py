@@ -42,8 +42,6 @@ from test_all_gather_matmul import (  # noqa: F401  collected here, with this mo
     end_of,
     random_case,
     start_ranks,
-    test_any_case,
-    test_capped_calls_between_others,
     test_float_error_is_that_of_a_plain_product,
     test_layouts_of_a,
 )
