@@ -149,18 +149,6 @@ def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
         assert "staging" not in plan.buffer
 
 
-def test_a_ring_of_steps_keeps_to_the_staging() -> None:
-    made = attention_plans(HEAD_TAIL, Schedule.parse("shard-overlap"))
-    nbytes = made[0].buffer["staging"].nbytes(0)
-    for cap in (nbytes // 3, nbytes // 2):
-        for knobs in ("", ":pull"):
-            made = attention_plans(HEAD_TAIL, Schedule.parse(f"shard-overlap{knobs}"), None, cap)
-            check(made)
-            assert made[0].stages and made[0].buffer["staging"].nbytes(0) <= cap
-    with pytest.raises(ValueError, match="workspace_bytes: required at least"):
-        attention_plans(HEAD_TAIL, Schedule.parse("growing"), None, nbytes // 4)
-
-
 UP, LESS = {"row": lambda row: row + 1}, {"row_stop": lambda row: row - 1}
 
 
@@ -208,19 +196,6 @@ def test_wrong_plans_are_found(suits: Any, fields: dict[str, Any], words: str) -
 def test_wrong_plans_of_gradients_are_found(back: Any, words: str) -> None:
     plans = attention_plans(HEAD_TAIL.gradient(), Schedule.parse("growing"))
     refuted(plans, change(awaits_keys, attends=first(back=back)), words)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_ring_copies_keys_to_the_next_rank_alone(backward: bool) -> None:
-    problem = HEAD_TAIL.gradient() if backward else HEAD_TAIL
-    made = attention_plans(problem, Schedule.parse("ring:pieces=2"))
-    for plan in made:
-        right, keys = (plan.rank + 1) % 4, []
-        for step in plan.steps:
-            if (move := step.copy) and move.src.buffer != "leaving":
-                assert move.dst.rank == right and step.lane == "copy0"
-                keys.append(move.src.rows)
-        assert sum(keys) == 3 * 16  # its own rows, and those of two others
 
 
 def test_choice() -> None:

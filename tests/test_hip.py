@@ -312,18 +312,6 @@ def test_captures_are_refused_where_stream_writes_are_carried_out_at_once(at: Ra
 
 
 @on_double(2)
-def test_captures_keep_their_memory(at: Rank) -> None:
-    """The first call of all is captured; graphs keep their memory while eager calls grow."""
-    exact(at, equal(2, 4, 4, 4), 0)
-    graph = Graphed(at, [equal(2, 8, 8, 8, schedule="growing")], GLOBAL)
-    for rows in (16, 64, 256):
-        graph.exact(rows)
-        all_exact(at, [equal(2, rows, 8, 8, schedule="growing")] * 2, rows)
-    graph.exact(1000)
-    graph.destroy()
-
-
-@on_double(2)
 def test_what_outlives_its_group_is_freed_later(at: Rank) -> None:
     with mock.patch.object(ficco.dma.gpu, "CLOSE_S", 0.1):
         groups = [dist.new_group() for _ in range(3)]

@@ -14,13 +14,12 @@ import torch
 from ranks import Rank, gave_up, run
 from subjects import SUBJECTS
 from test_attention import problem_of
-from test_hosts import CARD, PIECES, assert_all_learn, bereaved, crossing, described
+from test_hosts import CARD, assert_all_learn, bereaved, described
 
 import ficco
 from ficco.dma.messages import GlooLinks
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, families
-from ficco.problems.attention import AttentionProblem
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
 from ficco.schedules import Schedule, StagingTooSmall, plans
@@ -56,38 +55,6 @@ def test_what_cannot_cross_is_refused() -> None:
         attention_plans(forward, Schedule.parse("growing"), staging_bytes=2_000)
     with pytest.raises(InvalidArgument, match="a divisor of 4 ranks, got 3"):
         replace(forward, hosts=3)
-
-
-def _sent(problem: AttentionProblem) -> list[int]:
-    """Rows that each rank sends to other hosts."""
-    made = attention_plans(problem, Schedule.parse(PIECES))
-    check(made)
-    moves = [[move.src for move in crossing(plan.steps)] for plan in made]
-    return [sum(src.rows for src in some if src.rank == rank) for rank, some in enumerate(moves)]
-
-
-@pytest.mark.parametrize(
-    ("masks", "keys"),
-    [
-        ({}, [32] * 6),
-        ({"causal": True}, [32, 32, 16, 16, 0, 0]),
-        # To hosts before a rank its first half does, to those after it all.
-        ({"causal": True, "placement": "head-tail"}, [16, 16, 24, 24, 32, 32]),
-        # The last rows before the next host.
-        ({"causal": True, "window": 3}, [0, 3, 0, 3, 0, 0]),
-        ({"causal": True, "window": 20}, [4, 16, 4, 16, 0, 0]),
-        ({"cu_seqlens": (0, 40, 64, 96)}, [16, 16, 8, 0, 0, 0]),
-    ],
-)
-def test_what_no_query_of_a_host_attends_to_does_not_cross(
-    masks: dict[str, Any], keys: list[int]
-) -> None:
-    """And each row crosses once, with its gradients once back."""
-    forward = problem_of(6, 16, hosts=3, **masks)
-    back = _sent(forward.gradient(True))
-    assert _sent(forward) == keys
-    assert _sent(forward.gradient()) == [sum(both) for both in zip(back, keys, strict=True)]
-    assert sum(back) == sum(keys)
 
 
 # Faults.

@@ -16,7 +16,7 @@ import pytest
 import torch
 from cases import own_group
 from disturbance import Disturbance, disturb
-from ranks import Rank, caught, on_ranks, ranks, run, serves_tiled
+from ranks import Rank, on_ranks, ranks, run, serves_tiled
 from subjects import KNOBS, SUBJECTS, Case, exact
 
 import ficco
@@ -138,39 +138,6 @@ def _errors(at: Rank, schedule: str) -> float:
 def test_errors_keep_to_their_bounds(device: str, schedule: str) -> None:
     """The bounds in the docstring, to first order: 1 % for what is of second order."""
     assert max(run(3, _errors, schedule, device=device)) <= 1.01
-
-
-TABLE = [[3, 4], [3, 4]]
-#: An operator of 7 rows of a and 8 (or k) of b, what else it is given, and words of the refusal.
-REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("matmul_reduce_scatter", {}, ("share equally", "7", "rows=")),
-    ("matmul_reduce_scatter", {"rows": [3, 3]}, ("add up", "7", "6")),
-    ("all_to_all_matmul", {}, ("equal blocks", "7", "rows=")),
-    ("all_to_all_matmul", {"rows": [3, 4]}, ("table of 2 x 2",)),
-    ("matmul_all_to_all", {"rows": [[8, -1], [3, 4]]}, ("table", "negative")),
-    ("matmul_all_to_all", {"rows": [[3, 3], [3, 3]]}, ("6 rows", "got 7")),
-    ("matmul_all_to_all", {"rows": TABLE, "schedule": "ring"}, ("ring", "sum over ranks")),
-    ("all_to_all_matmul", {"rows": TABLE, "schedule": "growing:beta"}, ("beta", "sum over ranks")),
-    (INNER[0], {"k": 9}, ("rows of b", "a_shard", "9", "14", "rows=")),
-    (INNER[1], {"k": 9, "rows": TABLE}, ("rows of b", "receives", "got 9 and", "rows=")),
-    (INNER[1], {"k": 7, "rows": TABLE}, ("rows of b", "receives", "got 7 and", "rows=")),
-    (INNER[1], {"k": 7}, ("equal blocks", "7", "rows=")),
-    (INNER[1], {"k": 6, "rows": [[3, 3], [3, 3]]}, ("6 rows", "got 7")),
-    ("matmul_all_reduce", {"k": 9}, ("columns of a", "k=8", "k=9")),
-]
-
-
-@on_ranks(2)
-def test_wrong_arguments_are_refused(at: Rank) -> None:
-    """And the group lives on."""
-    a = torch.ones(7, 8, device=at.device)
-    for operator, arguments, words in REFUSED:
-        rest = {name: value for name, value in arguments.items() if name != "k"}
-        b = torch.ones(arguments.get("k", 8), 6, device=at.device)
-        error = caught(lambda: getattr(ficco, operator)(a, b, **rest))  # noqa: B023
-        assert getattr(error, "type", "") == "ValueError", (operator, arguments, error)
-        assert all(word in error.text for word in words), (words, error.text)
-        exact(at, SUBJECTS["matmul_all_reduce"], Case((4, 3), (8, 8), schedule="growing"), 1)
 
 
 def _mixed(at: Rank, calls: int, tiled: bool) -> None:
