@@ -50,7 +50,9 @@ from test_gradients import test_backwards_of_two_groups_at_once
 import ficco
 import ficco.dma.gpu
 from ficco.hip_kernels import build
+from ficco.problems.products import Problem
 from ficco.runtime.workspace import SLOTS, workspaces
+from ficco.schedules import Schedule, plans
 
 #: Every schedule of names and knobs that moves bytes by copies.
 COPIED = tuple(named(name, knobs) for name in NAMES for knobs in KNOBS if "kernel" not in knobs)
@@ -187,6 +189,21 @@ def test_streams_of_a_priority_share_one_hardware_queue(at: Rank) -> None:
     double().double_jitter(0)
 
 
+def test_a_mesh_of_eight_has_a_copy_queue_for_each_link() -> None:
+    """As on 8 MI300X."""
+    for name in (
+        *("hetero-fused-1d:copy=7", "hetero-unfused-1d:pieces=4,pull,copy=7"),
+        *("uniform-fused-2d:pieces=2,copy=7", "shard-overlap:copy=7"),
+    ):
+        problem = Problem("all_gather_matmul", (16,) * 8, 8, 24, "bfloat16")
+        for plan in plans(problem, Schedule.parse(name)):
+            ends = [(step.lane, move) for step in plan.steps if (move := step.copy)]
+            pairs = {
+                (lane, ({one.src.rank, one.dst.rank} - {plan.rank}).pop()) for lane, one in ends
+            }
+            assert len(pairs) == 7 == len({lane for lane, _ in pairs}), "a link shares its queue"
+
+
 @on_double(3)
 def test_times_of_steps(at: Rank) -> None:
     case = equal(3, 12, 16, 8, schedule="hetero-fused-2d:pull")
@@ -309,6 +326,18 @@ def test_captures_are_refused_where_stream_writes_are_carried_out_at_once(at: Ra
         call(case, made.a, made.b)
     assert "FICCO_HIP=signals=kernel" in str(caught.value)
     value_of(hip.hipGraphDestroy(value_of(hip.hipStreamEndCapture(stream))))
+
+
+@on_double(2)
+def test_captures_keep_their_memory(at: Rank) -> None:
+    """The first call of all is captured; graphs keep their memory while eager calls grow."""
+    exact(at, equal(2, 4, 4, 4), 0)
+    graph = Graphed(at, [equal(2, 8, 8, 8, schedule="growing")], GLOBAL)
+    for rows in (16, 64, 256):
+        graph.exact(rows)
+        all_exact(at, [equal(2, rows, 8, 8, schedule="growing")] * 2, rows)
+    graph.exact(1000)
+    graph.destroy()
 
 
 @on_double(2)
