@@ -34,13 +34,14 @@ os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:4] + [os.environ.get("PYTHO
 import hip_ranks  # noqa: E402
 import pytest  # noqa: E402
 import ranks  # noqa: E402
+import test_operators as operators  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cases import all_exact, call, equal, exact, make, verify  # noqa: E402
 from ranks import Rank, leave  # noqa: E402
 from subjects import SUBJECTS  # noqa: E402
 from test_all_gather_matmul import KINDS, random_case  # noqa: E402
-from test_gpu import Graphed, all_right, drawn, everyone, graphed_by  # noqa: E402
+from test_gpu import Graphed, drawn, everyone, graphed_by  # noqa: E402
 
 import ficco  # noqa: E402
 from ficco.dma import WAYS  # noqa: E402
@@ -63,7 +64,7 @@ def engine() -> Any:
 # Parts. Each runs on every rank, with the HIP engine chosen, and says what it has done.
 
 
-def exactly(at: Rank, calls: Sequence[Any], check: Any = all_right) -> str:
+def exactly(at: Rank, calls: Sequence[Any], check: Any = operators.all_exact) -> str:
     """Calls one behind the other, each compared in every element."""
     count = check(at, calls)
     ficco.synchronize()

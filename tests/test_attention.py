@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -43,50 +43,23 @@ _, *SCHEDULES = SUBJECTS["all_gather_attention"].schedules(4)
 _, *OVER_HOSTS = SUBJECTS["all_gather_attention"].schedules(4, hosts=2)
 
 
-@dataclass(frozen=True)
-class AttentionCase:
-    """One call; ``rows`` positions on every rank."""
+def problem_of(
+    world: int, rows: int, *sizes: int, dtype: str = "bfloat16", **asked: Any
+) -> AttentionProblem:
+    """``sizes``: batch, heads of queries and of keys, and elements of a head."""
+    return AttentionProblem(world, rows, *(sizes or (1, 4, 2, 16)), dtype, **asked)
 
-    rows: int
-    heads: int = 4
-    kv_heads: int = 2
-    size: int = 16
-    batch: int = 1
-    dtype: str = "float32"
-    causal: bool = False
-    window: int | None = None
-    cu_seqlens: tuple[int, ...] = ()
-    placement: str = "ranks"
-    scale: float | None = None
 
-    @property
-    def asked(self) -> dict[str, Any]:
-        names = "causal", "window", "placement", "scale"
-        found = {name: getattr(self, name) for name in names}
-        return {**found, "cu_seqlens": self.cu_seqlens or None}
+def whole(case: Case, iteration: int) -> list[torch.Tensor]:
+    """Queries, keys and values of a whole sequence."""
+    rows, batch, heads, kv_heads, size = case.sizes
+    generator, length = torch.Generator().manual_seed(iteration), len(case.rows) * rows
+    shapes = [(batch, some, length, size) for some in (heads, kv_heads, kv_heads)]
+    dtype = getattr(torch, case.dtype)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
-    def problem(self, world: int, hosts: int = 1) -> AttentionProblem:
-        asked = {**self.asked, "cu_seqlens": self.cu_seqlens}
-        sizes = self.rows, self.batch, self.heads, self.kv_heads, self.size
-        return AttentionProblem(world, *sizes, self.dtype, **asked, hosts=hosts)
 
-    def whole(self, world: int, iteration: int, device: Any) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values of the whole sequence."""
-        made = torch.Generator().manual_seed(iteration)
-        dtype = getattr(torch, self.dtype)
-        return tuple(
-            torch.randn(self.batch, heads, world * self.rows, self.size, generator=made)
-            .to(dtype)
-            .to(device)
-            for heads in (self.heads, self.kv_heads, self.kv_heads)
-        )
-
-    def positions(self, rank: int, world: int) -> torch.Tensor:
-        """Those of a rank's rows, in their order."""
-        if self.placement == "ranks":
-            return torch.arange(rank * self.rows, (rank + 1) * self.rows)
-        chunks = torch.arange(world * self.rows).view(2 * world, -1)
-        return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]])
+HEAD_TAIL = problem_of(4, 16, causal=True, placement="head-tail")
 
 
 # Masks.
@@ -163,9 +136,9 @@ def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
     bounds = tuple(sorted(cuts)) if inner and length else ()
     dtype = data.draw(st.sampled_from(("bfloat16", "float32")))
     placement, keeps = data.draw(st.sampled_from(PLACEMENTS)), data.draw(st.booleans())
-    case = AttentionCase(2 * half, 4, 1, 8, 1, dtype, causal, window, bounds, placement)
+    mask: Any = {"causal": causal, "window": window, "cu_seqlens": bounds, "placement": placement}
     schedule = Schedule.parse(data.draw(st.sampled_from(OVER_HOSTS if hosts > 1 else SCHEDULES)))
-    problem = case.problem(world, hosts)
+    problem = problem_of(world, 2 * half, 1, 4, 1, 8, dtype=dtype, hosts=hosts, **mask)
     for asked in (replace(problem, keeps=keeps and world > 1), problem.gradient(keeps)):
         made = attention_plans(asked, schedule)
         check(made)
@@ -176,20 +149,6 @@ def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
         assert "staging" not in plan.buffer
 
 
-def test_a_ring_of_steps_keeps_to_the_staging() -> None:
-    problem = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16").problem(4)
-    whole = attention_plans(problem, Schedule.parse("shard-overlap"))
-    nbytes = whole[0].buffer["staging"].nbytes(0)
-    for cap in (nbytes // 3, nbytes // 2):
-        for knobs in ("", ":pull"):
-            made = attention_plans(problem, Schedule.parse(f"shard-overlap{knobs}"), None, cap)
-            check(made)
-            assert made[0].stages and made[0].buffer["staging"].nbytes(0) <= cap
-    with pytest.raises(ValueError, match="workspace_bytes: required at least"):
-        attention_plans(problem, Schedule.parse("growing"), None, nbytes // 4)
-
-
-HEAD_TAIL = AttentionCase(16, causal=True, placement="head-tail", dtype="bfloat16")
 UP, LESS = {"row": lambda row: row + 1}, {"row_stop": lambda row: row - 1}
 
 
@@ -226,7 +185,7 @@ def refuted(plans: list[Plan], edit: Edit, words: str) -> None:
     ],
 )
 def test_wrong_plans_are_found(suits: Any, fields: dict[str, Any], words: str) -> None:
-    plans = attention_plans(HEAD_TAIL.problem(4), Schedule.parse("growing"))
+    plans = attention_plans(HEAD_TAIL, Schedule.parse("growing"))
     refuted(plans, change(suits, attends=first(**fields)), words)
 
 
@@ -235,29 +194,8 @@ def test_wrong_plans_are_found(suits: Any, fields: dict[str, Any], words: str) -
     [(None, "leaves out a gradient"), (down(-1), "gradient in the wrong place|leaves the")],
 )
 def test_wrong_plans_of_gradients_are_found(back: Any, words: str) -> None:
-    plans = attention_plans(HEAD_TAIL.problem(4).gradient(), Schedule.parse("growing"))
+    plans = attention_plans(HEAD_TAIL.gradient(), Schedule.parse("growing"))
     refuted(plans, change(awaits_keys, attends=first(back=back)), words)
-
-
-def test_other_schedules_are_refused() -> None:
-    problem = AttentionCase(8).problem(4)
-    for name in ("uniform-fused-1d", "hetero-fused-2d", "tiled", "one-shot", "serial:collective"):
-        with pytest.raises(ValueError, match="take growing, shard-overlap"):
-            attention_plans(problem, Schedule.parse(name))
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_ring_copies_keys_to_the_next_rank_alone(backward: bool) -> None:
-    asked = AttentionCase(16, causal=True, placement="head-tail").problem(4)
-    problem = asked.gradient() if backward else asked
-    made = attention_plans(problem, Schedule.parse("ring:pieces=2"))
-    for plan in made:
-        right, keys = (plan.rank + 1) % 4, []
-        for step in plan.steps:
-            if (move := step.copy) and move.src.buffer != "leaving":
-                assert move.dst.rank == right and step.lane == "copy0"
-                keys.append(move.src.rows)
-        assert sum(keys) == 3 * 16  # its own rows, and those of two others
 
 
 def test_choice() -> None:
@@ -315,17 +253,18 @@ def test_memory_is_capped(at: Rank) -> None:
 # Gradients.
 
 
-def not_finite(at: Rank, what: float, case: AttentionCase) -> None:
+def not_finite(at: Rank, what: float, case: Case) -> None:
     """Keys of the last rank are no numbers, or hidden by -inf."""
-    whole = case.whole(at.world, 1, at.device)
-    whole[0].abs_()
-    whole[1][:, :, -case.rows :] = what
-    mine = case.positions(at.rank, at.world)
-    shards = [one[:, :, mine].contiguous().requires_grad_() for one in whole]
+    rows, _, heads, kv_heads, size = case.sizes
+    every = [one.to(at.device) for one in whole(case, 1)]
+    every[0].abs_()
+    every[1][:, :, -rows:] = what
+    mine = slice(rows * at.rank, rows * (at.rank + 1))
+    shards = [one[:, :, mine].contiguous().requires_grad_() for one in every]
     out = ficco.all_gather_attention(*shards)
-    q, k, v = (one.detach().double() for one in (shards[0], *whole[1:]))
-    k, v = (one.repeat_interleave(case.heads // case.kv_heads, 1) for one in (k, v))
-    wanted = (q @ k.transpose(-1, -2) * case.size**-0.5).softmax(-1) @ v
+    q, k, v = (one.detach().double() for one in (shards[0], *every[1:]))
+    k, v = (one.repeat_interleave(heads // kv_heads, 1) for one in (k, v))
+    wanted = (q @ k.transpose(-1, -2) * size**-0.5).softmax(-1) @ v
     if what == -torch.inf:
         assert (out - wanted).abs().max() < (1e-5 if out.itemsize > 2 else 2e-2)
         return
@@ -337,7 +276,7 @@ def not_finite(at: Rank, what: float, case: AttentionCase) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_scores_that_are_not_finite_are_not_merged_as_zeros(dtype: str) -> None:
     for what in (torch.nan, -torch.inf):
-        run(2, not_finite, what, AttentionCase(8, dtype=dtype))
+        run(2, not_finite, what, Case((8,) * 2, (8, 1, 4, 2, 16), dtype))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -345,7 +284,7 @@ def test_keys_of_grouped_heads_are_repeated_for_older_releases(
     causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch before 2.9 reads beyond the keys of fewer heads on CPUs."""
-    heads = Heads(*AttentionCase(8, batch=2, dtype="float64").whole(1, 1, "cpu"))
+    heads = Heads(*whole(Case((8,), (8, 2, 4, 2, 16), "float64"), 1))
     rows, seen = Rectangle(0, 8, 0, 8, None, 0 if causal else None), []
     wanted = attention(heads, rows, 0.25)
     back = Result(*wanted, torch.ones_like(wanted[0]))
@@ -371,11 +310,11 @@ def test_keys_of_grouped_heads_are_repeated_for_older_releases(
 @on_ranks(4)
 def test_behind_pytorchs_context_parallelism(at: Rank) -> None:
     mesh = init_device_mesh("cpu", (at.world,))
-    case = AttentionCase(8, 4, 2, causal=True, placement="head-tail")
-    q, k, v = (one.requires_grad_() for one in case.whole(at.world, 3, at.device))
+    case = Case((8,) * at.world, (8, 1, 4, 2, 16), facts={"placement": "head-tail"})
+    q, k, v = (one.requires_grad_() for one in whole(case, 3))
     wanted = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     (grad,) = torch.autograd.grad(wanted.sum(), q)
-    mine = case.positions(at.rank, at.world)
+    mine = SUBJECTS["all_gather_attention"].positions(case, at.rank)
     shards = [one.detach().clone() for one in (q, k, v)]
     with (
         context_parallel(mesh, buffers=shards, buffer_seq_dims=[2, 2, 2]),
@@ -425,12 +364,12 @@ def test_layers_behind_it(at: Rank) -> None:
 @on_ranks(2)
 def test_a_checkpoint_behind_it_is_recomputed_behind_it(at: Rank) -> None:
     """The backward, and with it the recomputation, comes after the block."""
-    case = AttentionCase(8, 4, 4, causal=True, placement="ranks")
-    wholes = [one.requires_grad_() for one in case.whole(at.world, 3, at.device)]
+    every = whole(Case((8,) * at.world, (8, 1, 4, 4, 16)), 3)
+    wholes = [one.requires_grad_() for one in every]
     grad = torch.randn(wholes[0].shape, generator=torch.Generator().manual_seed(5))
-    whole = scaled_dot_product_attention(*wholes, is_causal=True)
-    wanted = torch.autograd.grad(whole, wholes, grad)
-    mine = case.positions(at.rank, at.world)
+    out = scaled_dot_product_attention(*wholes, is_causal=True)
+    wanted = torch.autograd.grad(out, wholes, grad)
+    mine = slice(8 * at.rank, 8 * (at.rank + 1))
     functions = checkpoint.CheckpointFunction.forward, checkpoint.checkpoint
 
     def attend(*operands: torch.Tensor) -> torch.Tensor:

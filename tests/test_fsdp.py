@@ -446,27 +446,6 @@ def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
     ficco.close()
 
 
-@HOOKS
-@ranks(2, 4)
-@on_ranks()
-def test_beside_tensor_parallelism(at: Rank) -> None:
-    """Products of other groups of the same ranks, between the layers of a served model."""
-    wide = at.world // 2
-    mesh = init_device_mesh(at.device.type, (2, wide), mesh_dim_names=("shard", "tensor"))
-    models, group = [Model().to(at.device) for _ in range(2)], mesh["tensor"].get_group()
-    for model in models:
-        for block in model.blocks:
-            block.register_forward_hook(partial(multiplied, group, at.rank))
-            fully_shard(block, mesh=mesh["shard"])
-        fully_shard(model, mesh=mesh["shard"])
-    fsdp.use(models[1])
-    for step in range(6):
-        expected, found = (trained(at, model, "plain", step) for model in models)
-        for one, two in zip(expected, found, strict=True):
-            assert torch.equal(one, two), step
-    ficco.close()
-
-
 def multiplied(group: Any, rank: int, block: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
     """Add products whose sums are exact, and their gradients."""
     b = integers(1, rank, size=(5, 5)).float().to(out.device)

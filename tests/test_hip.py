@@ -28,12 +28,11 @@ from unittest import mock
 import hip_ranks
 import pytest
 import ranks
+import subjects
 import test_operators as operators
 import torch
 import torch.distributed as dist
 from cases import (
-    A_LAYOUTS,
-    SYMMETRIC_LAYOUTS,
     Case,
     all_exact,
     call,
@@ -45,7 +44,8 @@ from cases import (
 )
 from hip_ranks import SERIES, asking, calls, clean, compiling, double, on_double, run
 from ranks import Died, Failure, Rank, caught, gave_up, missing
-from test_all_gather_matmul import KNOBS, NAMES, _two_groups_at_once, named
+from test_all_gather_matmul import KNOBS, NAMES, named
+from test_gradients import test_backwards_of_two_groups_at_once
 
 import ficco
 import ficco.dma.gpu
@@ -77,24 +77,12 @@ def pointer(stream: Any) -> int:
 # Results.
 
 
-@on_double(2)
-def test_layouts(at: Rank) -> None:
-    before = calls(COPY)
-    for name in ("growing", "uniform-fused-2d:pieces=3,pull"):
-        ragged = Case((5, 8), 11, 6, dtype="bfloat16", schedule=name)
-        for layout in A_LAYOUTS + SYMMETRIC_LAYOUTS:
-            whole = equal(2, 12, 20, 8, gathered=True, schedule=name)
-            all_exact(at, [whole.on(a=layout), ragged.on(a=layout)])
-    ficco.synchronize()
-    assert engine().work.index == at.rank and calls(COPY) > before
-
-
 @on_double(2, fresh=True, series="7", settings={"JITTER_US": 300})
 def test_memory_is_freed_while_no_thread_has_a_call_in_flight(at: Rank) -> None:
     """hip-python 7.2 keeps the interpreter while hipFree waits for the device, so that calls of
     other threads that are half enqueued would not go on."""
     ficco.set_options(engine="hip", on_timeout="raise", timeout_s=20)  # of other threads, too
-    _two_groups_at_once(at, 12)
+    test_backwards_of_two_groups_at_once.body(at)
 
 
 def _tiled(at: Rank) -> None:
@@ -109,7 +97,7 @@ def _tiled(at: Rank) -> None:
             ("matmul_all_to_all", "float16", "tiled:tail=2"),
         ):
             rows = operators.rows_for(operator, 2, "ragged")
-            operators.exact(at, operators.Case(operator, rows, 24, 40, dtype, name), 0)
+            operators.all_exact(at, [(operator, subjects.Case(rows, (24, 40), dtype, name))])
         # A slot's next call of a kind, whose operands lie elsewhere.
         apart = [make(at, cases[0], iteration) for iteration in range(SLOTS + 1)]
         for made in apart:

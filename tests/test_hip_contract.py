@@ -14,13 +14,15 @@ import test_faults
 from ranks import Rank
 from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
     test_any_call_behind_any_other,
-    test_capped_calls_between_others,
     test_subgroups,
     test_workspace_grows_and_is_reused,
 )
-from test_faults import MISMATCHES, test_calls_in_another_order  # noqa: F401  likewise
+from test_faults import MISMATCHES
 from test_gradients import test_backwards_of_two_groups_at_once  # noqa: F401  likewise
-from test_operators import test_operators_in_any_order  # noqa: F401  likewise
+from test_operators import (  # noqa: F401  likewise
+    test_memory_keeps_to_its_cap,
+    test_operators_in_any_order,
+)
 
 import ficco
 import ficco.dma.cpu

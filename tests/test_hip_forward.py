@@ -23,6 +23,7 @@ import test_operators as operators
 from cases import all_exact, equal
 from hip_ranks import asking, calls, clean, compiling
 from ranks import Rank, caught
+from subjects import Case
 from test_hip import BY_KERNEL, BY_NOCU, BY_PEER, CODES, COPY, LAUNCH, Error, injected, replayed
 
 import ficco
@@ -68,7 +69,7 @@ WAYS = {
 }
 
 
-def _by(at: Rank, ways: dict[str, str], products: Sequence[operators.Case]) -> None:
+def _by(at: Rank, ways: dict[str, str], products: Sequence[tuple[str, Case]]) -> None:
     names = "shard-overlap:pull", "hetero-fused-2d", "serial:kernel"
     for way, used in ways.items():
         with clean(), asking(way):
@@ -81,7 +82,7 @@ def _by(at: Rank, ways: dict[str, str], products: Sequence[operators.Case]) -> N
 
 def test_ways() -> None:
     products = [
-        operators.Case(operator, operators.rows_for(operator, 2, "ragged"), 24, 8, schedule=name)
+        (operator, Case(operators.rows_for(operator, 2, "ragged"), (24, 8), schedule=name))
         for operator, name in (
             ("matmul_reduce_scatter", "growing:pieces=2"),
             ("all_to_all_matmul", "uniform-fused-2d"),

@@ -13,6 +13,7 @@ from unittest import mock
 
 import host_gpu
 import pytest
+import subjects
 import test_hip
 import test_operators as operators
 import torch
@@ -61,9 +62,9 @@ def counted(at: Rank, names: Sequence[str], work: Callable[[], Any]) -> list[int
         return [calls(name) - count for name, count in zip(names, before, strict=True)]
 
 
-def _products(schedules: dict[str, tuple[str, ...]]) -> list[operators.Case]:
+def _products(schedules: dict[str, tuple[str, ...]]) -> list[tuple[str, subjects.Case]]:
     return [
-        operators.Case(operator, operators.rows_for(operator, 3, kind), 24, 24, dtype, name)
+        (operator, subjects.Case(operators.rows_for(operator, 3, kind), (24, 24), dtype, name))
         for operator, names in schedules.items()
         for name in names
         for kind, dtype in (("equal", "bfloat16"), ("ragged", "float32"))
@@ -184,7 +185,7 @@ def test_pytorch_does_not_meet_the_error(at: Rank) -> None:
 SUMMED = ("bfloat16", "float32", "float16")
 
 
-def _summed(at: Rank, cases: list[operators.Case]) -> list[list[int]]:
+def _summed(at: Rank, cases: list[tuple[str, subjects.Case]]) -> list[list[int]]:
     """Launches, and what PyTorch is given to do, where the kernel adds up and where it does."""
     found = []
     for by_kernel in (True, False):
@@ -197,7 +198,7 @@ def _summed(at: Rank, cases: list[operators.Case]) -> list[list[int]]:
 def test_sums_by_the_kernel(series: str) -> None:
     """As on a card, each is one launch; else, one operation of PyTorch's."""
     cases = [
-        operators.Case(operator, operators.rows_for(operator, 3, kind), 8, n, dtype, schedule)
+        (operator, subjects.Case(operators.rows_for(operator, 3, kind), (8, n), dtype, schedule))
         for operator in operators.SUMS
         for at, schedule in enumerate(operators.schedules_of(operator)[SERIES.index(series) :: 8])
         for kind, n, dtype in (

@@ -21,10 +21,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import subjects
 import torch
 import torch.distributed as dist
 from ranks import Rank, caught, gave_up, on_ranks, run
-from subjects import SUBJECTS, block, compare
+from subjects import SUBJECTS, block
 
 import ficco
 from ficco.dma import host
@@ -93,14 +94,10 @@ def exact(
     at: Rank, operator: str, turn: int, schedule: str = PIECES, group: Any = None, **changes: Any
 ) -> None:
     """One call, checked in every element; ``changes`` of its case."""
-    rank, world = (at.rank, at.world) if group is None else (group.rank(), group.size())
-    subject = SUBJECTS[operator]
-    case = subject.case(Random(turn), world, "uneven", at.device.type)
-    case = case.on(schedule=schedule, **changes)
-    every = [subject.make(case, one, turn) for one in range(world)]
-    (found,) = subject.call(case, [one.float() for one in every[rank]], [], group=group)
-    wanted = subject.together(case, every, turn)[rank][0]
-    compare(found, wanted, subject, f"rank {rank}, turn {turn}: {case}")
+    here = at if group is None else replace(at, rank=group.rank(), world=group.size())
+    case = SUBJECTS[operator].case(Random(turn), here.world, "uneven", at.device.type)
+    case = case.on(schedule=schedule, needs=(), **changes)
+    subjects.exact(here, SUBJECTS[operator], case, turn, group)
 
 
 def all_operators(at: Rank, group: Any = None) -> None:

@@ -13,27 +13,19 @@ import pytest
 import torch
 from ranks import Rank, gave_up, run
 from subjects import SUBJECTS
-from test_hosts import CARD, PIECES, assert_all_learn, bereaved, crossing, described
+from test_attention import problem_of
+from test_hosts import CARD, assert_all_learn, bereaved, described
 
 import ficco
 from ficco.dma.messages import GlooLinks
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide, families
-from ficco.problems.attention import AttentionProblem
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
 from ficco.schedules import Schedule, StagingTooSmall, plans
 from ficco.schedules.attention import attention_plans
 
 PROJECTED = [one for one in SUBJECTS["ulysses_project"].schedules(4, hosts=2) if one != "auto"]
-
-
-def attention(hosts: int, local: int, rows: int, *sizes: int, **asked: Any) -> AttentionProblem:
-    """``sizes``: batch, heads of queries and of keys, and elements of a head."""
-    batch, heads, kv_heads, size = sizes or (1, 4, 2, 16)
-    ranks = hosts * local
-    shape = rows, batch, heads, kv_heads, size
-    return AttentionProblem(ranks, *shape, "bfloat16", hosts=hosts, **asked)
 
 
 # Plans.
@@ -52,7 +44,7 @@ def test_plans_of_projections_are_proven(operator: str) -> None:
 
 
 def test_what_cannot_cross_is_refused() -> None:
-    forward = attention(2, 2, 8)
+    forward = problem_of(4, 8, hosts=2)
     for name in ("growing:pull", "serial:pull", "ring"):
         does = "pass rows on" if name == "ring" else "read memory of their peers"
         why = f"ranks {does}.*, which no rank can do between hosts; take growing"
@@ -63,38 +55,6 @@ def test_what_cannot_cross_is_refused() -> None:
         attention_plans(forward, Schedule.parse("growing"), staging_bytes=2_000)
     with pytest.raises(InvalidArgument, match="a divisor of 4 ranks, got 3"):
         replace(forward, hosts=3)
-
-
-def _sent(problem: AttentionProblem) -> list[int]:
-    """Rows that each rank sends to other hosts."""
-    made = attention_plans(problem, Schedule.parse(PIECES))
-    check(made)
-    moves = [[move.src for move in crossing(plan.steps)] for plan in made]
-    return [sum(src.rows for src in some if src.rank == rank) for rank, some in enumerate(moves)]
-
-
-@pytest.mark.parametrize(
-    ("masks", "keys"),
-    [
-        ({}, [32] * 6),
-        ({"causal": True}, [32, 32, 16, 16, 0, 0]),
-        # To hosts before a rank its first half does, to those after it all.
-        ({"causal": True, "placement": "head-tail"}, [16, 16, 24, 24, 32, 32]),
-        # The last rows before the next host.
-        ({"causal": True, "window": 3}, [0, 3, 0, 3, 0, 0]),
-        ({"causal": True, "window": 20}, [4, 16, 4, 16, 0, 0]),
-        ({"cu_seqlens": (0, 40, 64, 96)}, [16, 16, 8, 0, 0, 0]),
-    ],
-)
-def test_what_no_query_of_a_host_attends_to_does_not_cross(
-    masks: dict[str, Any], keys: list[int]
-) -> None:
-    """And each row crosses once, with its gradients once back."""
-    forward = attention(3, 2, 16, **masks)
-    back = _sent(forward.gradient(True))
-    assert _sent(forward) == keys
-    assert _sent(forward.gradient()) == [sum(both) for both in zip(back, keys, strict=True)]
-    assert sum(back) == sum(keys)
 
 
 # Faults.
@@ -146,7 +106,7 @@ def test_a_lost_wire_is_named() -> None:
 )
 def test_auto_goes_by_the_network(hosts: int, masks: dict[str, Any]) -> None:
     on, family = described("h100-8", network=CARD, ranks=4), families.GATHERED
-    problem = attention(hosts, 4, 4096, 1, 32, 8, 128, **masks)
+    problem = problem_of(4 * hosts, 4096, 1, 32, 8, 128, hosts=hosts, **masks)
     decision = decide(problem, machine=on)
     assert decision.source == "model" and not decision.schedule.pull
     seconds = {one.schedule: one.queued for one in decision.candidates}
@@ -162,6 +122,6 @@ def test_auto_goes_by_the_network(hosts: int, masks: dict[str, Any]) -> None:
 
 
 def test_without_a_network_the_model_says_what_it_lacks() -> None:
-    decision = decide(attention(2, 8, 64), machine=described("h100-8", network=None))
+    decision = decide(problem_of(16, 64, hosts=2), machine=described("h100-8", network=None))
     assert decision.source == "fallback" and "lacks network" in decision.reason
     assert str(decision.schedule) == "growing" and decision.candidates == ()

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from edits import Edit, change, down, edited, is_copy, refused, sums, swap, without_first
+from test_attention import problem_of as attention
 from test_hosts import PIECES, crossing, network, problem_of
-from test_hosts_attention import attention
 from test_hosts_experts import layer_of
 
 from ficco.plan import Crossing, Plan, Products, Signal, Step
@@ -30,7 +30,7 @@ PLANS: dict[str, Callable[[], list[Plan]]] = {
     "gather of two ranks": lambda: of_product("all_gather_matmul", "shard-overlap:pieces=2", 1),
     "scatter": lambda: of_product("matmul_reduce_scatter", SCATTER),
     "all-reduce": lambda: of_product("matmul_all_reduce", SCATTER),
-    "gradients": lambda: attention_plans(attention(2, 2, 16).gradient(), IN_TWO),
+    "gradients": lambda: attention_plans(attention(4, 16, hosts=2).gradient(), IN_TWO),
     "experts": lambda: expert_plans(layer_of("experts", 2, 2), Schedule.parse("growing")),
 }
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import pytest
-import subjects
 import torch
-from cases import compare, own_group
+from cases import own_group
 from disturbance import Disturbance, disturb
-from ranks import Rank, caught, on_ranks, ranks, run, serves_tiled
-from subjects import KNOBS, SUBJECTS, TILED  # noqa: F401  which others take from here
+from ranks import Rank, on_ranks, ranks, run, serves_tiled
+from subjects import KNOBS, SUBJECTS, Case, exact
 
 import ficco
 
@@ -33,64 +31,21 @@ WORDS_BYTES = 1 << 12
 RINGS = [f"ring:{knobs}" for knobs in KNOBS if "pull" not in knobs and "beta" not in knobs]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call, the same on every rank; ``rows`` as the operator takes them."""
-
-    operator: str
-    rows: tuple[Any, ...]
-    k: int
-    n: int
-    dtype: str = "float32"
-    schedule: str = "auto"
-    transposed: bool = False
-
-    def on(self, **changes: Any) -> Case:
-        return replace(self, **changes)
-
-    @property
-    def of_subject(self) -> subjects.Case:
-        return subjects.Case(self.rows, (self.k, self.n))
-
-    def arguments(self) -> dict[str, Any]:
-        rows = {} if self.operator == "matmul_all_reduce" else {"rows": self.rows}
-        return {"schedule": self.schedule, **rows}
+def operands(name: str, case: Case, at: Rank) -> list[torch.Tensor]:
+    """Those of a rank in the first iteration."""
+    made = SUBJECTS[name].make(case, at.rank, 0)
+    return [one.to(at.device, getattr(torch, case.dtype)) for one in made]
 
 
-def operands(
-    case: Case, rank: int, iteration: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    made = SUBJECTS[case.operator].make(case.of_subject, rank, iteration)
-    a, b = (one.to(device, getattr(torch, case.dtype)) for one in made)
-    return a, (b.t().contiguous().t() if case.transposed else b)
-
-
-def wanted(case: Case, rank: int, iteration: int, device: torch.device) -> torch.Tensor:
-    """The result on a rank, from the operands of all ranks, in float64."""
-    subject, asked = SUBJECTS[case.operator], case.of_subject
-    every = [subject.make(asked, one, iteration) for one in range(len(case.rows))]
-    (result,) = subject.together(asked, every, iteration)[rank]
-    return result.to(device, getattr(torch, case.dtype)).contiguous()
-
-
-def call(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> torch.Tensor:
-    found: torch.Tensor = getattr(ficco, case.operator)(a, b, group=group, **case.arguments())
+def call(name: str, case: Case, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    (found,) = SUBJECTS[name].call(case, list(given), [])
     return found
 
 
-def exact(at: Rank, case: Case, iteration: int, group: Any = None) -> None:
-    rank = at.rank if group is None else group.rank()
-    a, b = operands(case, rank, iteration, at.device)
-    before = a.clone(), b.clone()
-    about = f"rank {rank}, iteration {iteration}: {case}"
-    compare("the result", call(case, a, b, group), wanted(case, rank, iteration, at.device), about)
-    assert torch.equal(a, before[0]) and torch.equal(b, before[1]), f"{about} changed its operands"
-
-
-def all_exact(at: Rank, cases: Sequence[Case], first: int = 0) -> int:
-    for iteration, case in enumerate(cases, start=first):
-        exact(at, case, iteration)
-    return len(cases)
+def all_exact(at: Rank, calls: Sequence[tuple[str, Case]], group: Any = None) -> int:
+    for iteration, (name, case) in enumerate(calls):
+        exact(at, SUBJECTS[name], case, iteration, group)
+    return len(calls)
 
 
 def rows_for(operator: str, world: int, kind: str) -> tuple[Any, ...]:
@@ -118,11 +73,6 @@ def schedules_of(operator: str, tiled: bool = False) -> list[str]:
     return found + (RINGS if operator in SUMS else [])
 
 
-def drawn(chance: random.Random, operator: str, world: int, schedule: str) -> Case:
-    rows = rows_for(operator, world, chance.choice(("equal", "ragged", "few", "sparse")))
-    return Case(operator, rows, chance.choice((8, 24)), chance.choice((8, 40)), schedule=schedule)
-
-
 @on_ranks(2)
 def test_sums_repeat_to_the_last_bit(at: Rank) -> None:
     """Calls on the same random operands are equal to the last bit."""
@@ -131,11 +81,11 @@ def test_sums_repeat_to_the_last_bit(at: Rank) -> None:
         *product(SUMS, ["hetero-fused-1d:pieces=2,tail=2", "growing:beta", "ring", "one-shot"]),
         *product(INNER, ["hetero-fused-1d:pieces=2,tail=2,compute=2", "hetero-unfused-2d"]),
     ):
-        case = Case(operator, rows_for(operator, at.world, "equal"), 96, 80, schedule=schedule)
-        shapes = [one.shape for one in operands(case, at.rank, 0, at.device)]
+        case = Case(rows_for(operator, at.world, "equal"), (96, 80), schedule=schedule)
+        shapes = [one.shape for one in operands(operator, case, at)]
         given = [torch.randn(shape, device=at.device).bfloat16() for shape in shapes]
-        first = call(case, *given)
-        assert all(torch.equal(first, call(case, *given)) for _ in range(12)), case
+        first = call(operator, case, given)
+        assert all(torch.equal(first, call(operator, case, given)) for _ in range(12)), case
 
 
 def _all_reduced(at: Rank) -> list[torch.Tensor]:
@@ -190,39 +140,6 @@ def test_errors_keep_to_their_bounds(device: str, schedule: str) -> None:
     assert max(run(3, _errors, schedule, device=device)) <= 1.01
 
 
-TABLE = [[3, 4], [3, 4]]
-#: An operator of 7 rows of a and 8 (or k) of b, what else it is given, and words of the refusal.
-REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("matmul_reduce_scatter", {}, ("share equally", "7", "rows=")),
-    ("matmul_reduce_scatter", {"rows": [3, 3]}, ("add up", "7", "6")),
-    ("all_to_all_matmul", {}, ("equal blocks", "7", "rows=")),
-    ("all_to_all_matmul", {"rows": [3, 4]}, ("table of 2 x 2",)),
-    ("matmul_all_to_all", {"rows": [[8, -1], [3, 4]]}, ("table", "negative")),
-    ("matmul_all_to_all", {"rows": [[3, 3], [3, 3]]}, ("6 rows", "got 7")),
-    ("matmul_all_to_all", {"rows": TABLE, "schedule": "ring"}, ("ring", "sum over ranks")),
-    ("all_to_all_matmul", {"rows": TABLE, "schedule": "growing:beta"}, ("beta", "sum over ranks")),
-    (INNER[0], {"k": 9}, ("rows of b", "a_shard", "9", "14", "rows=")),
-    (INNER[1], {"k": 9, "rows": TABLE}, ("rows of b", "receives", "got 9 and", "rows=")),
-    (INNER[1], {"k": 7, "rows": TABLE}, ("rows of b", "receives", "got 7 and", "rows=")),
-    (INNER[1], {"k": 7}, ("equal blocks", "7", "rows=")),
-    (INNER[1], {"k": 6, "rows": [[3, 3], [3, 3]]}, ("6 rows", "got 7")),
-    ("matmul_all_reduce", {"k": 9}, ("columns of a", "k=8", "k=9")),
-]
-
-
-@on_ranks(2)
-def test_wrong_arguments_are_refused(at: Rank) -> None:
-    """And the group lives on."""
-    a = torch.ones(7, 8, device=at.device)
-    for operator, arguments, words in REFUSED:
-        rest = {name: value for name, value in arguments.items() if name != "k"}
-        b = torch.ones(arguments.get("k", 8), 6, device=at.device)
-        error = caught(lambda: getattr(ficco, operator)(a, b, **rest))  # noqa: B023
-        assert getattr(error, "type", "") == "ValueError", (operator, arguments, error)
-        assert all(word in error.text for word in words), (words, error.text)
-        exact(at, Case("matmul_all_reduce", (4, 3), 8, 8, schedule="growing"), 1)
-
-
 def _mixed(at: Rank, calls: int, tiled: bool) -> None:
     """Operators in any order on the same slots, as ranks must agree on by a common seed; on CPUs
     every copy is late by chance."""
@@ -234,11 +151,13 @@ def _mixed(at: Rank, calls: int, tiled: bool) -> None:
     chance.shuffle(asked)
     with disturb(Disturbance(delay_s=0.002, seed=at.world)):
         for iteration, (operator, schedule) in enumerate(asked):
-            case = drawn(chance, operator, at.world, schedule).on(dtype="bfloat16")
+            kind = chance.choice(("equal", "ragged", "few", "sparse"))
+            sizes = chance.choice((8, 24)), chance.choice((8, 40))
+            case = Case(rows_for(operator, at.world, kind), sizes, "bfloat16", schedule)
             # Calls with a cap, larger than any needs, take turns on one piece of memory, which
             # ranks hand over by nothing but signals.
-            with ficco.options(workspace_bytes=None if case.n == 8 else 1 << 22):
-                exact(at, case, iteration)
+            with ficco.options(workspace_bytes=None if sizes[1] == 8 else 1 << 22):
+                exact(at, SUBJECTS[operator], case, iteration)
 
 
 @ranks(2, 4)
@@ -266,15 +185,15 @@ def test_memory_keeps_to_its_cap(at: Rank) -> None:
         ),
     ):
         wide = (24, 320) if operator.startswith("matmul_") else (320, 24)  # what travels
-        case = Case(operator, rows_for(operator, at.world, "ragged"), *wide, "bfloat16", schedule)
+        case = Case(rows_for(operator, at.world, "ragged"), wide, "bfloat16", schedule)
         held = []
         for cap in CAPS:
             ficco.close()
             with ficco.options(workspace_bytes=cap):
-                all_exact(at, [case] * 2)
+                all_exact(at, [(operator, case)] * 2)
             held.append(ficco.memory())
-            assert held[-1] <= cap, case
-        assert held[0] >= held[1] > held[2], (case, held)
+            assert held[-1] <= cap, (operator, case)
+        assert held[0] >= held[1] > held[2], (operator, case, held)
 
 
 @on_ranks(2)
@@ -297,19 +216,17 @@ def test_rows_that_can_be_read_once(at: Rank) -> None:
 def test_auto_keeps_to_any_cap(at: Rank) -> None:
     """With nothing else set a call keeps to any cap, and so does its backward."""
     for operator in (*OPERATORS, "all_gather_matmul"):
-        case = Case(operator, rows_for(operator, at.world, "equal"), 64, 40)
+        rows, subject = rows_for(operator, at.world, "equal"), SUBJECTS[operator]
         ficco.close()  # what others left
         for iteration, (cap, n) in enumerate(product((100, 5000, 9000), (0, 40))):
             with ficco.options(workspace_bytes=cap):
-                exact(at, case.on(n=n), iteration)
+                exact(at, subject, Case(rows, (64, n)), iteration)
                 assert ficco.memory() <= cap
         ficco.close()
-        a, b = (x.requires_grad_() for x in operands(case, at.rank, 0, at.device))
         with ficco.options(workspace_bytes=5000):
-            call(case, a, b).sum().backward()
+            exact(at, subject, Case(rows, (64, 40), needs=(True, True)), 0)
         # A slot has the words of the one call and the staging of the other.
-        assert ficco.memory() <= 5000 + WORDS_BYTES, case
-        assert a.grad is not None and b.grad is not None
+        assert ficco.memory() <= 5000 + WORDS_BYTES, operator
     ficco.close()
 
 
@@ -319,24 +236,24 @@ def test_any_cap_is_exact_or_refused(at: Rank) -> None:
     less."""
     for operator, n in product((*OPERATORS, "all_gather_matmul"), (250, 5)):
         rows = rows_for(operator, at.world, "ragged")
-        case = Case(operator, rows, 8, n, schedule="shard-overlap")
+        case, subject = Case(rows, (8, n), schedule="shard-overlap"), SUBJECTS[operator]
         required = []
         ficco.close()  # what others left
         for iteration, cap in enumerate(range(100, 9000, 1100)):
             with ficco.options(workspace_bytes=cap):
                 try:
-                    exact(at, case, iteration)
+                    exact(at, subject, case, iteration)
                     assert ficco.memory() <= cap
                 except ValueError as error:
                     found = re.search(r"workspace_bytes: required at least (\d+) for", str(error))
                     assert found is not None, error
                     required.append(int(found[1]))
         ficco.close()
-        assert len(set(required)) == 1 and len(required) < 8, (case, required)
+        assert len(set(required)) == 1 and len(required) < 8, (operator, case, required)
         with ficco.options(workspace_bytes=required[0]):
-            exact(at, case, 0)
+            exact(at, subject, case, 0)
         with ficco.options(workspace_bytes=required[0] - 1), pytest.raises(ValueError):
-            exact(at, case, 1)
+            exact(at, subject, case, 1)
 
 
 @on_ranks(2)

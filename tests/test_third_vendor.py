@@ -8,8 +8,6 @@ launches carry out the signals around them. What a vendor adds is one file and a
 
 from __future__ import annotations
 
-import gc
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,11 +24,11 @@ from ranks import Rank, leave, on_ranks
 from subjects import integers
 from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
     test_any_call_behind_any_other,
-    test_capped_calls_between_others,
-    test_two_groups_at_once,
     test_workspace_grows_and_is_reused,
 )
-from test_faults import MISMATCHES, test_calls_in_another_order  # noqa: F401  likewise
+from test_faults import MISMATCHES
+from test_gradients import test_backwards_of_two_groups_at_once  # noqa: F401  likewise
+from test_operators import test_memory_keeps_to_its_cap  # noqa: F401  likewise
 
 import ficco
 import ficco.dma.cpu
@@ -159,19 +157,3 @@ def test_blocks_of_the_caller(at: Rank) -> None:
 def test_mismatch_when_warm() -> None:
     found = ranks.run(3, test_faults._mismatch, MISMATCHES["rows"], 2, "warm", (None, None))
     test_faults.assert_mismatch(found, 2)
-
-
-@on_ranks(2)
-def test_memory_is_given_back(at: Rank) -> None:
-    """As many files are open after groups that come and go."""
-    counts = []
-    ficco.close()
-    for _ in range(4):
-        for iteration, rows in enumerate((64, 256)):
-            exact(at, equal(2, rows, 64, 64, schedule="growing"), iteration)
-        at.barrier()
-        ficco.close()
-        at.barrier()
-        gc.collect()
-        counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[0] == counts[-1]

@@ -13,7 +13,7 @@ from edits import Edit, change, down, right
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from subjects import BY_HEADS as SCHEDULES
-from test_attention import AttentionCase, first, refuted
+from test_attention import first, problem_of, refuted
 from test_hosts import TOPOLOGIES
 
 from ficco.heuristics import decide
@@ -47,8 +47,8 @@ def test_plans_of_any_heads_are_proven(data: st.DataObject) -> None:
     if data.draw(st.booleans()):  # packed
         batch, length = 1, world * rows
         mask = mask | ({"cu_seqlens": tuple(sorted({0, length // 3, length}))} if rows else {})
-    case = AttentionCase(rows, heads, kv_heads, 4, batch, "bfloat16", **mask)
-    problem = HeadsProblem(case.problem(world, hosts), *data.draw(st.sampled_from(KINDS)))
+    asked = problem_of(world, rows, batch, heads, kv_heads, 4, hosts=hosts, **mask)
+    problem = HeadsProblem(asked, *data.draw(st.sampled_from(KINDS)))
     schedule = Schedule.parse(data.draw(st.sampled_from(SCHEDULES)))
     made = heads_plans(problem, schedule)
     check(made)
@@ -99,7 +99,7 @@ HEAD = 4 * 16
     ],
 )
 def test_wrong_plans_are_found(kind: tuple[bool, str], edit: Edit, words: str) -> None:
-    problem = HeadsProblem(AttentionCase(4, 12, 6, dtype="bfloat16").problem(3), *kind)
+    problem = HeadsProblem(problem_of(3, 4, 1, 12, 6, 16), *kind)
     refuted(heads_plans(problem, Schedule.parse("uniform-fused-1d:pieces=2")), edit, words)
 
 

@@ -445,15 +445,6 @@ def test_unfinished_collective_does_not_hold_the_process(at: Rank) -> None:
     at.barrier()
 
 
-def _other_order(at: Rank) -> dict[str, Any]:
-    one, two = BASE, BASE.on(n=24)
-    return outcome(at, two if at.rank == 2 else one, everyone(at, *[one, two] * 3))
-
-
-def test_calls_in_another_order() -> None:
-    assert_mismatch(run(3, _other_order), 2)
-
-
 # Ranks that fail by themselves, before a call or in it.
 
 

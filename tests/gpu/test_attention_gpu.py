@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 from ranks import Rank, on_ranks, ranks, run
-from subjects import SUBJECTS, exact
-from test_attention import AttentionCase, not_finite
+from subjects import SUBJECTS, Case, exact
+from test_attention import not_finite
 
 import ficco
 from ficco.compute.attention import CUDNN_ROWS
@@ -38,7 +38,7 @@ def test_many_rows_and_wide_heads(at: Rank, name: str, dtype: str) -> None:
 # By flash attention, for which keys at -inf make NaN, and by cuDNN.
 @pytest.mark.parametrize(("what", "rows"), [(torch.nan, 16), (torch.nan, 256), (-torch.inf, 256)])
 def test_scores_that_are_not_finite_are_not_merged_as_zeros(what: float, rows: int) -> None:
-    case = AttentionCase(rows, 8, 2, 128, dtype="bfloat16")
+    case = Case((rows,) * 2, (rows, 1, 8, 2, 128), "bfloat16")
     run(2, not_finite, what, case, device="cuda", timeout=100)
 
 

@@ -42,14 +42,12 @@ from test_all_gather_matmul import (  # noqa: F401  collected here, with this mo
     end_of,
     random_case,
     start_ranks,
-    test_any_case,
-    test_capped_calls_between_others,
-    test_column_pieces_round_once,
     test_float_error_is_that_of_a_plain_product,
     test_layouts_of_a,
 )
 from test_faults import assert_unusable, timed
 from test_operators import (  # noqa: F401  likewise
+    all_exact,
     test_an_all_reduce_is_equal_on_all_ranks_to_the_last_bit,
     test_errors_keep_to_their_bounds,
     test_memory_keeps_to_its_cap,
@@ -140,18 +138,11 @@ def right(
         subjects.compare(one, want, subject, about)
 
 
-def all_right(at: Rank, cases: Sequence[tuple[str, subjects.Case]], group: Any = None) -> int:
-    for iteration, (name, case) in enumerate(cases):
-        results = called(name, case, on_device(at, name, case, iteration), group)
-        right(at, name, case, iteration, results)
-    return len(cases)
-
-
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_eight_ranks(name: str) -> None:
     """As many as a host of 8 GPUs has. On CPUs they would take minutes."""
     cases = drawn(name, 8, SUBJECTS[name].schedules(8)[::2], ("equal", "few"))
-    assert run(8, all_right, cases, device="cuda", timeout=280) == [len(cases)] * 8
+    assert run(8, all_exact, cases, device="cuda", timeout=280) == [len(cases)] * 8
 
 
 @hopper
@@ -165,7 +156,7 @@ def test_tiled_operators_are_exact(world: int) -> None:
             kinds, fixed = ("equal", "uneven", "few"), {"sizes": (k, n), "dtype": dtype}
             cases += drawn(name, world, schedules, kinds, **fixed)
     cases += cases[::-1]
-    assert run(world, all_right, cases, device="cuda") == [len(cases)] * world
+    assert run(world, all_exact, cases, device="cuda") == [len(cases)] * world
 
 
 # Refusals.

@@ -21,7 +21,7 @@ from test_gpu import (
     GRAPHED,
     MILLISECOND,
     alike,
-    all_right,
+    all_exact,
     drawn,
     in_one_graph,
     jittered,
@@ -44,7 +44,7 @@ HOW = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kil
 
 def _over(at: Rank, hosts: int, cases: Sequence[tuple[str, Case]]) -> int:
     with host_of(at, hosts):
-        return all_right(at, cases)
+        return all_exact(at, cases)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -107,7 +107,7 @@ def test_jittered_calls(world: int) -> None:
 
 def _captured(at: Rank, hosts: int, cases: Sequence[tuple[str, Case]]) -> Any:
     with host_of(at, hosts):
-        all_right(at, cases[:1])
+        all_exact(at, cases[:1])
         return caught(lambda: in_one_graph(at, cases))
 
 
@@ -205,7 +205,7 @@ def _exact_in(at: Rank, group: Any) -> int:
     count = 0
     for name in OPERATORS:
         schedules = SUBJECTS[name].schedules(2, 2)[::6]
-        count += all_right(at, drawn(name, 2, schedules, ("uneven",), dtype="bfloat16"), group)
+        count += all_exact(at, drawn(name, 2, schedules, ("uneven",), dtype="bfloat16"), group)
     big = equal(at.world, 4096, 1024, 64, dtype="bfloat16", schedule="hetero-fused-1d:pieces=4")
     for iteration in range(3):
         exact(at, big, iteration, group)

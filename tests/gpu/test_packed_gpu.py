@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import replays
 from ranks import Rank, on_ranks, ranks, run, wider
-from test_attention import AttentionCase
+from subjects import SUBJECTS, Case
 from test_packed import MASKS, documents, trained
 
 import ficco
@@ -35,11 +35,11 @@ def test_results_and_gradients(at: Rank) -> None:
 
 def _graphs(at: Rank) -> None:
     bounds = documents(256 * at.world, 3, 40)
-    case = AttentionCase(256, 8, 2, 128, dtype="bfloat16", causal=True, cu_seqlens=bounds)
-    mine = slice(at.rank * case.rows, (at.rank + 1) * case.rows)
+    case = Case((256,) * at.world, (256, 1, 8, 2, 128))
 
     def shards(iteration: int) -> list[torch.Tensor]:
-        return [one[:, :, mine].contiguous() for one in case.whole(at.world, iteration, at.device)]
+        made = SUBJECTS["all_gather_attention"].make(case, at.rank, iteration)
+        return [one.to(at.device, torch.bfloat16) for one in made]
 
     q, k, v = shards(0)
 

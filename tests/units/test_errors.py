@@ -75,7 +75,14 @@ def _rows(rows: Any) -> Callable[[], Any]:
     return _call(_a(), _b(), rows=rows)
 
 
-META = "meta"
+def _other(operator: str, k: int = K, **how: Any) -> Callable[[], Any]:
+    """A call of 7 rows of a."""
+    return partial(getattr(ficco, operator), _a(7, K), _b(k, N), **how)
+
+
+META, TABLE = "meta", [[3, 4], [3, 4]]
+SCATTER, TAKE, SEND = "matmul_reduce_scatter", "all_to_all_matmul", "matmul_all_to_all"
+TURNED, TAKE_TURNED = "all_gather_transposed_matmul", "all_to_all_transposed_matmul"
 #: Wrong calls, and what their errors say, with parts left out: a ``ValueError`` unless the text
 #: begins with another kind.
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
@@ -112,6 +119,20 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_rows(torch.tensor(8)), "required 2 numbers ... got 8"),
     (_rows(torch.tensor([4.5, 3.5])), "rows: required 2 numbers ... got [4.5, 3.5]"),
     (_rows(torch.tensor([4, 4], device=META)), "numbers on the CPU ... on meta ... .tolist()"),
+    (_other(SCATTER), "share equally ... 7 ... rows="),
+    (_other(SCATTER, rows=[3, 3]), "add up ... 7 ... 6"),
+    (_other(TAKE), "equal blocks ... 7 ... rows="),
+    (_other(TAKE, rows=[3, 4]), "table of 2 x 2"),
+    (_other(SEND, rows=[[8, -1], [3, 4]]), "table ... negative"),
+    (_other(SEND, rows=[[3, 3], [3, 3]]), "6 rows ... got 7"),
+    (_other(SEND, rows=TABLE, schedule="ring"), "ring ... sum over ranks"),
+    (_other(TAKE, rows=TABLE, schedule="growing:beta"), "beta ... sum over ranks"),
+    (_other(TURNED, 9), "rows of b ... a_shard ... 9 ... 14 ... rows="),
+    (_other(TAKE_TURNED, 9, rows=TABLE), "rows of b ... receives ... got 9 and ... rows="),
+    (_other(TAKE_TURNED, 7, rows=TABLE), "rows of b ... receives ... got 7 and ... rows="),
+    (_other(TAKE_TURNED, 7), "equal blocks ... 7 ... rows="),
+    (_other(TAKE_TURNED, 6, rows=[[3, 3], [3, 3]]), "6 rows ... got 7"),
+    (_other("matmul_all_reduce", 9), "columns of a ... k=8 ... k=9"),
     # Groups.
     (_call(_a(), _b(), group=[0, 1]), "group: required ... ProcessGroup ... [0, 1]"),
     (partial(ficco.memory, "tp"), "group: required ... 'tp'"),

@@ -174,21 +174,6 @@ def on_ranks(*made: Plan) -> list[Plan]:
     return [replace(one, rank=rank) for rank, one in enumerate(made)]
 
 
-def test_copies_over_one_port_share_it_and_over_two_links_do_not() -> None:
-    problem = problem_of(100, 100, 100)
-    nothing = own_plan(problem=problem)
-    shared = replace(ONE, topology=Topology("switch", 1.0, GIVEN, sharing=0.8))
-    mesh = replace(shared, topology=Topology("mesh", 1.0, GIVEN, sharing=0.8))
-    # Both at 0.4 until the first has moved 40 bytes, then 40 bytes at 1.
-    for machine, other_peer, ends in ((shared, 2, (100, 140)), (mesh, 2, (40, 80)),
-                                      (mesh, 1, (100, 140))):  # fmt: skip
-        both = [send("copy0", 0, 1, 40), send("copy1", 0, other_peer, 80)]
-        made = on_ranks(own_plan(*both, problem=problem), nothing, nothing)
-        assert tuple(stop for _, stop in bars_of(simulate(made, machine), 0, "copy")) == ends
-    senders = [own_plan(send("copy0", rank, 2, 40), problem=problem) for rank in (0, 1)]
-    assert simulate(on_ranks(*senders, nothing), ONE).stop_s == 80.0
-
-
 def test_a_rank_has_no_more_copies_in_flight_than_engines() -> None:
     problem = problem_of(*[100] * 4)
     steps = [send(f"copy{i}", 0, i + 1, 40) for i in range(3)]
