@@ -496,6 +496,8 @@ class Projections(Subject):
     """The projections around attention by heads; sizes: rows of a rank, batch, heads of queries and
     of keys, elements of a head, features."""
 
+    layouts = ("transposed",)
+
     def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
         more = "hetero-fused-1d:pieces=4", "uniform-fused-1d:pieces=3,copy=2", "uniform-fused-2d"
         rest = "hetero-unfused-1d:pieces=2,tail=2", "hetero-fused-2d:pieces=3+1,tail=2"
@@ -511,6 +513,11 @@ class Projections(Subject):
 
     def dtypes(self, engine: str) -> tuple[str, ...]:
         return ("float32", "float64")[: 2 if engine != "cuda" else 1]
+
+    def laid_out(self, case: Case, operands: Tensors) -> Tensors:
+        if case.layout == "transposed":
+            return [one.mT.contiguous().mT for one in operands]
+        return operands
 
 
 def by_heads(x: torch.Tensor, size: int) -> torch.Tensor:

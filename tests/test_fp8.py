@@ -263,6 +263,15 @@ def test_forms_of_operands(at: Rank) -> None:
     strided[:, 1] = scale[:, 0]
     given.a, given.scales["scale_a"] = a, strided[:, 1:2]
     compare("with strided scales", call(case, given), wanted, "")
+    given.scales |= {"scale_a": 1.1 * scale, "out_dtype": torch.float32}
+    found = call(case, given)
+    with torch.autocast(at.device.type, dtype=torch.bfloat16):
+        assert torch.equal(call(case, given), found)  # of factors that autocast would round
+    case = case.on(recipe="tensor", schedule="growing")
+    given, wanted = made(case, at, 1)
+    scale = given.scales["scale_a"]
+    given.scales["scale_a"] = torch.complex(scale, -scale).conj().imag
+    compare("with a scale that lies negated", call(case, given), wanted, "")
 
 
 # Bad input: the same on every rank, and the group lives on.

@@ -77,6 +77,18 @@ def pointer(stream: Any) -> int:
 # Results.
 
 
+@on_double(2)
+def test_heads_that_share_memory_are_copied(at: Rank) -> None:
+    """No library copies rows that overlap: a head of keys in place of several, gradients alike."""
+    q, k, grad = (torch.randn(1, heads, 6, 8) for heads in (4, 1, 1))
+    found = []
+    for form in (torch.Tensor.expand_as, lambda one, q: one.expand_as(q).contiguous()):
+        leaf = q.clone().requires_grad_()
+        out = ficco.ulysses_attention(leaf, form(k, q), form(k, q))
+        found.append((out, *torch.autograd.grad(out, leaf, form(grad, q))))
+    assert all(map(torch.equal, *found))
+
+
 @on_double(2, fresh=True, series="7", settings={"JITTER_US": 300})
 def test_memory_is_freed_while_no_thread_has_a_call_in_flight(at: Rank) -> None:
     """hip-python 7.2 keeps the interpreter while hipFree waits for the device, so that calls of

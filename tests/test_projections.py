@@ -104,6 +104,14 @@ def test_what_arrives_lies_as_it_is_read(at: Rank) -> None:
 
 
 @on_ranks(2)
+def test_operands_that_lie_transposed_are_copied(at: Rank) -> None:
+    case = Case((4,) * 2, (4, 1, 4, 2, 4, 12), layout="transposed")
+    for name in ("ulysses_project", "ulysses_output"):
+        needs = (True,) * len(SUBJECTS[name].operands)
+        exact(at, SUBJECTS[name], case.on(needs=needs), 1)
+
+
+@on_ranks(2)
 def test_gradients_of_some_results(at: Rank) -> None:
     """Gradients where not all results are used, and no second derivatives."""
     (x, *weights), (out, weight) = operands(at)

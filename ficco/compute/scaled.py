@@ -58,15 +58,28 @@ def multiply_scaled(
         into = torch.empty_like(out, memory_format=torch.contiguous_format)
     if a.is_cuda:
         _scaled_on_gpu(a, b, into, scales, recipe, bias, fast)
-    elif recipe in _recipes_on_cpu():
-        torch._scaled_mm(a, b, *scales, bias=bias, out_dtype=into.dtype, out=into)
     else:
-        total = dequantized(a, scales[0]) @ dequantized(b, scales[1])
-        into.copy_(total if bias is None else total + bias)
+        with torch.autocast("cpu", enabled=False):  # it rounds the float32 within these products
+            _scaled_on_cpu(a, b, into, scales, recipe, bias)
     if accumulate:
         out.add_(into)
     elif into is not out:
         out.copy_(into)
+
+
+def _scaled_on_cpu(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    recipe: str,
+    bias: torch.Tensor | None,
+) -> None:
+    if recipe in _recipes_on_cpu():
+        torch._scaled_mm(a, b, *scales, bias=bias, out_dtype=out.dtype, out=out)
+    else:
+        total = dequantized(a, scales[0]) @ dequantized(b, scales[1])
+        out.copy_(total if bias is None else total + bias)
 
 
 def dequantized(matrix: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:

@@ -387,7 +387,7 @@ MAX_RECORDED = 512
 #: with a growing cache have new addresses again and again.
 FREE_RECORDINGS, PAYING_REPLAYS = 128, 4
 
-#: Getters of the settings that affect which kernels PyTorch picks for the same operands.
+#: Getters of the settings that affect which kernels run for the same operands.
 _SETTINGS = [
     getter
     for name in (
@@ -397,6 +397,7 @@ _SETTINGS = [
         "_get_blas_preferred_backend",
         "_get_deterministic_algorithms",
         "_get_sm_carveout_experimental",
+        "_get_cudnn_sdp_enabled",
     )
     if (getter := getattr(torch._C, name, None)) is not None
 ]

@@ -109,6 +109,15 @@ def row_major(a: torch.Tensor) -> torch.Tensor:
     return a
 
 
+def column_major(a: torch.Tensor) -> torch.Tensor:
+    """Return the matrices of a transposed A [W, rows, columns] as :func:`plain` does, with
+    contiguous columns, which copies read."""
+    a = plain(a)
+    if (a.stride(1) != 1 and a.shape[1] > 1) or (a.stride(2) < a.shape[1] and a.shape[2] > 1):
+        return a.mT.contiguous().mT
+    return a
+
+
 def _empty(
     a: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype, buffer: Buffer
 ) -> torch.Tensor:
@@ -162,7 +171,7 @@ class ProductCall(Invocation):
         casts = scales is not None and scales.quantize is not None
         copied = not scatters and not casts and not blocks  # copies read A in place
         if blocks:
-            a = plain(a)
+            a = column_major(a)
         else:
             a = row_major(a) if copied or scales is not None else flat(plain(a))
         if copied and workspace.allocations and a.layout is torch.strided and a.dim() == 2:

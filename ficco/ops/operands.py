@@ -318,6 +318,7 @@ def plain_scales(scales: Scales, plan: Plan) -> dict[str, torch.Tensor]:
     for name, tensor in scales.tensors.items():
         buffer = buffers[name]
         rows, cols = shape = buffer.shapes[rank]
+        tensor = tensor.resolve_neg()
         if tensor.shape != shape:
             tensor = tensor.reshape(-1 if cols else rows, cols)[:rows]
         by_rows = buffer.leaves or rows < 2 or (cols < 2 and name != "scale_b")

@@ -29,7 +29,7 @@ from ficco.compute.program import Call
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.attention import FACTS, asked_for, check_together, flops
-from ficco.ops.call import keep_to_cap, plain
+from ficco.ops.call import keep_to_cap, plain, row_major
 from ficco.ops.call import run_unwatched as run
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
 from ficco.ops.operands import process_group
@@ -207,7 +207,7 @@ class HeadsCall(Invocation):
 
     def allocate(self, cached: CachedCall) -> Call:
         tensors = {
-            name: plain(operand) if name.startswith("kept ") else _by_heads(plain(operand))
+            name: plain(operand) if name.startswith("kept ") else _by_heads(operand)
             for name, operand in self.operands.items()
         }
         for buffer in cached.plan.buffers:
@@ -222,8 +222,7 @@ class HeadsCall(Invocation):
 def _by_heads(tensor: torch.Tensor) -> torch.Tensor:
     """Return [batch, heads, S/W, size] as rows of heads, [heads, S/W * batch * size]."""
     batch, heads, rows, size = tensor.shape
-    matrix = tensor.permute(1, 2, 0, 3).reshape(heads, rows * batch * size)
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    return row_major(tensor.permute(1, 2, 0, 3).reshape(heads, rows * batch * size))
 
 
 def _by_batch(matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ficco.compute.program import Call, Program
 from ficco.dma.lane_ops import PAYING_REPLAYS, Replays, Run
@@ -48,6 +49,16 @@ def test_the_second_use_of_operands_records_the_calls_of_all_slots() -> None:
     assert replays.parts == [[], []] and not call.parts  # a recording merges none of another slot
     assert replays.find(first, other, 1) is None  # other addresses
     assert replays.find(first, call, 2) is None  # another stream
+
+
+def test_a_recording_serves_calls_under_its_settings() -> None:
+    """Such as whether cuDNN may serve attention."""
+    replays, (program,) = Recorded(), kind("first")
+    call = Call({"q": torch.ones(2, 3)})
+    for enabled in (True, False):
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, *[SDPBackend.CUDNN_ATTENTION] * enabled]):
+            assert replays.find(program, call, 1) is None
+            assert replays.find(program, call, 1) == "first"
 
 
 def test_a_call_that_cannot_be_recorded_is_tried_once() -> None:
