@@ -453,17 +453,17 @@ def _checked(
     if buffer_bytes is not None and (type(buffer_bytes) is not int or buffer_bytes < 0):
         required = f"required a number of at least 0, or None, got {buffer_bytes!r}"
         raise InvalidArgument("buffer_bytes", required)
-    sharded: list[tuple[str, Any, Any]] = []
+    sharded: dict[Any, tuple[str, Any, Any]] = {}  # modules of one fully_shard share a group
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, FSDPModule):
-            sharded += [(name, module, one) for one in _param_groups(module)]
+        for one in _param_groups(module) if isinstance(module, FSDPModule) else ():
+            sharded.setdefault(one, (name, module, one))
     if not sharded:
         raise InvalidArgument(
             "model",
             "required a module with parameters that torch.distributed.fsdp.fully_shard has "
             f"sharded, got {type(model).__name__} without; call fully_shard first",
         )
-    for name, _, param_group in sharded:
+    for name, _, param_group in sharded.values():
         if isinstance(param_group.offload_policy, CPUOffloadPolicy):
             raise NotImplementedError(
                 "fsdp.use: required parameters that stay on the device, got CPUOffloadPolicy for "
@@ -472,7 +472,7 @@ def _checked(
         if isinstance(param_group._all_gather_comm, Gathers):
             text = f"required modules that are not served yet, got {name!r}, which is served; call "
             raise InvalidArgument("model", f"{text}fsdp.use once, with the outermost module")
-    return sharded
+    return list(sharded.values())
 
 
 def _param_groups(module: Any) -> list[Any]:

@@ -446,6 +446,22 @@ def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
     ficco.close()
 
 
+@HOOKS
+@on_ranks(2)
+def test_modules_of_one_group_are_one_row(at: Rank) -> None:
+    """Also a gather that is left counts once."""
+    model = Model().to(at.device)
+    fully_shard([*model.blocks])
+    rows = fsdp.use(fully_shard(model), buffer_bytes=0)
+    assert [row.module for row in rows] == ["", "blocks.0"]
+    assert sum(row.elements for row in rows) == sum(one.numel() for one in model.parameters())
+    ficco.counters(reset=True)
+    trained(at, model, "plain", 0)
+    (counts,) = (one for (_, name), one in ficco.counters().items() if name == "all-gather")
+    assert counts.left == 3, "the weights of the blocks are gathered twice"
+    ficco.close()
+
+
 def multiplied(group: Any, rank: int, block: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
     """Add products whose sums are exact, and their gradients."""
     b = integers(1, rank, size=(5, 5)).float().to(out.device)

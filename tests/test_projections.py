@@ -13,6 +13,7 @@ from cases import own_group
 from ranks import Failure, Rank, caught, on_ranks, ranks, run
 from subjects import SUBJECTS, Case, by_heads, exact
 from test_nn import refuses
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import ficco
@@ -166,6 +167,9 @@ def test_layers(at: Rank) -> None:
         torch.manual_seed(turn)  # alike on all ranks
         how: dict[str, Any] = {"bias": turn % 2 > 0, "device": at.device, "dtype": torch.float64}
         layer = ficco.nn.UlyssesAttention(32, heads, kv_heads, size=16, causal=True, **how)
+        if turn % 4 == 1:  # the biases of Whisper's attention
+            layer.k_proj.bias = None
+            layer.o_proj = nn.Linear(heads * 16, 32).to(at.device, torch.float64)
         whole, grad = torch.randn(2, 1 + turn % 2, 16 * at.world, 32).to(at.device, torch.float64)
         whole.requires_grad_()
         x = whole.detach().chunk(at.world, 1)[at.rank].requires_grad_()

@@ -119,7 +119,8 @@ class UlyssesAttention(nn.Module):
         out = self._attend(q, k, v) if attend is None else attend(q, k, v)
         if readable(self.o_proj):
             weight, schedule = self.o_proj.weight, self.schedule
-            return ulysses_output(out, weight, group=self.group, schedule=schedule)
+            y = ulysses_output(out, weight, group=self.group, schedule=schedule)
+            return y if self.o_proj.bias is None else y + self.o_proj.bias.to(y.dtype)
         heads = out.permute(2, 0, 1, 3)
         parts = self._exchanged(heads, [len(heads) // self.group.size()] * self.group.size())
         own = parts.unflatten(0, (self.group.size(), -1)).permute(2, 1, 0, 3, 4)
@@ -129,7 +130,7 @@ class UlyssesAttention(nn.Module):
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return queries, keys and values of this rank's heads at all positions."""
         layers = self.q_proj, self.k_proj, self.v_proj
-        world, rank = self.group.size(), self.group.rank()
+        world = self.group.size()
         per_rank = self.heads // world
         queries = [list(range(peer * per_rank, (peer + 1) * per_rank)) for peer in range(world)]
         keys = [list(keys_of(peer, world, self.heads, self.kv_heads)) for peer in range(world)]
@@ -139,11 +140,14 @@ class UlyssesAttention(nn.Module):
         weights = [layer.weight for layer in layers]
         kwargs: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
         parts = ulysses_project(x, *weights, size=self.size, **kwargs)
-        if self.q_proj.bias is None:
-            return parts
-        biases = [layer.bias.view(-1, 1, self.size) for layer in layers]
-        triples = zip(parts, biases, shares, strict=True)
-        return tuple(part + bias[heads[rank]] for part, bias, heads in triples)
+        return tuple(map(self._biased, parts, layers, shares))
+
+    def _biased(self, part: torch.Tensor, layer: nn.Linear, shares: list[list[int]]) -> Any:
+        """Add the bias of a layer to this rank's heads. ``shares``: the heads of each rank."""
+        if layer.bias is None:
+            return part
+        biases: torch.Tensor = layer.bias.view(-1, 1, self.size)
+        return part + biases[shares[self.group.rank()]].to(part.dtype)
 
     def _by_layer(self, layer: nn.Module, x: torch.Tensor, shares: list[list[int]]) -> torch.Tensor:
         """Call a layer at this rank's positions; return this rank's heads at all positions.

@@ -34,6 +34,7 @@ from ficco.nn.functional import (
 from ficco.nn.plain import (
     PARAMETERS,
     called,
+    check_module,
     hooked,
     local_of,
     not_linear,
@@ -555,10 +556,12 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     each group carries two integers for each parameter.
 
     Raises:
+        ValueError: ``module`` is no module.
         NotImplementedError: the weight or bias of a layer is computed from other tensors, or
             ``fully_shard`` has sharded a layer of a ProcessGroup.
         RuntimeError: a parameter that every rank holds is not the same on all ranks; on every rank.
     """
+    check_module(module)
     _refuse_unequal(module)
     token = _gathers.set(True)
     try:

@@ -31,6 +31,15 @@ def called(layer: nn.Module, args: Any, out: Any) -> None:
     layers instead of reading their weights."""
 
 
+def check_module(module: object) -> None:
+    """Raise ``ValueError`` for anything but a module, such as its parameters."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"module: required a torch.nn.Module, got {type(module).__name__}; pass the model "
+            "itself, not its parameters or its state_dict"
+        )
+
+
 def not_linear(module: nn.Module, forward: Callable[..., Any] = nn.Linear.forward) -> str:
     """Return why a layer is not a product by ``forward`` with its parameters; "" if it is."""
     kind = type(module)

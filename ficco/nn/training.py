@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
 
 from ficco.nn.functional import sum_gradient
 from ficco.nn.linear import ColumnParallelLinear, Ranks, RowParallelLinear, plain_layers, ranks_of
-from ficco.nn.plain import PARAMETERS, own_kernel
+from ficco.nn.plain import PARAMETERS, check_module, own_kernel
 
 #: The layers with sharded parameters. They also sum the gradients of replicated parameters.
 _LAYERS = (ColumnParallelLinear, RowParallelLinear)
@@ -45,11 +45,13 @@ def clip_grad_norm_(
     parameters that are all plain or all DTensors. It does not refuse what this function refuses.
 
     Raises:
+        ValueError: ``module`` is no module.
         NotImplementedError: whether a parameter is a part cannot be known, because a user or a
             parametrization added it to a parallel layer as a plain tensor, or because
             ``fully_shard`` sharded a layer of a ProcessGroup.
         RuntimeError: ``error_if_nonfinite`` is set and the norm is infinite or NaN.
     """
+    check_module(module)
     norms: list[torch.Tensor] = []
     by_ranks = _by_ranks(module)
     for ranks, params in by_ranks.items():
@@ -167,9 +169,10 @@ def replicated(module: Module, group: ProcessGroup | DeviceMesh | None = None) -
             DTensors, ``Replicate()``, like parameters of the layers.
 
     Raises:
-        ValueError: a parameter is a DTensor already; or, when the module is called, ``fully_shard``
-            has sharded it.
+        ValueError: ``module`` is no module, a parameter is a DTensor already, or, when the module
+            is called, ``fully_shard`` has sharded it.
     """
+    check_module(module)
     ranks = ranks_of(group)
     for name, owner in _own_modules(module):
         for inner, param in owner._parameters.items():
