@@ -1,31 +1,31 @@
-// A strict double of libamdhip64.so for CPUs: the calls that ficco makes, and no others.
+// A strict double of libamdhip64.so for CPUs. It implements only the calls that ficco makes.
 //
-// Streams are threads, device memory lies in memfds that other processes map, waits poll. What the
-// API allows but real hardware punishes, or what it leaves open, is a violation here: the call
-// fails, a line goes to stderr, and the process can ask for the number of violations and leaks
-// (double_violations, double_leaks). At the end of a process either makes it abort.
+// Streams are threads, waits poll, and device memory is in memfds that other processes map. Uses
+// that the API allows or leaves undefined, but that fail on hardware, are violations: the call
+// fails and prints a line to stderr. double_violations and double_leaks return the numbers of violations
+// and leaks. A process with a violation or a leak aborts at its end.
 //
 // Settings are environment variables, read when the library is loaded, or double_* calls:
-//   HIP_DOUBLE_DEVICES=8       devices
-//   HIP_DOUBLE_PEER=1          whether devices reach each other
+//   HIP_DOUBLE_DEVICES=8       number of devices
+//   HIP_DOUBLE_PEER=1          whether devices can access each other
 //   HIP_DOUBLE_WAIT=1          hipDeviceAttributeCanUseStreamWaitValue
-//   HIP_DOUBLE_WAIT_ANY=0      whether streams wait on other memory than signals, as AMD's runtime
-//                              does by default, but the API does not promise
+//   HIP_DOUBLE_WAIT_ANY=0      whether streams wait on memory other than signals; AMD's runtime
+//                              does by default, but the API does not promise it
 //   HIP_DOUBLE_SIGNAL_IPC=1    whether signal memory can be shared between processes
 //   HIP_DOUBLE_PEER_WRITE=1    whether a stream write reaches the memory of another process
-//   HIP_DOUBLE_NO_WRITE=from:to  that of the first device does not reach it on the second
+//   HIP_DOUBLE_NO_WRITE=from:to  writes of device `from` do not reach processes on device `to`
 //   HIP_DOUBLE_2D=1            whether hipMemcpy2DAsync is supported
-//   HIP_DOUBLE_HW_QUEUES=0     hardware queues of a priority, which its streams share as on AMD's
-//                              runtime: what comes to one runs in that order. 0: one for each stream
-//   HIP_DOUBLE_CAPTURE_WRITES=1  whether graphs capture stream writes and waits, which AMD's runtime
-//                              carried out at once until July 2026
+//   HIP_DOUBLE_HW_QUEUES=0     hardware queues per priority, which streams share as in AMD's
+//                              runtime. Work runs in order of arrival. 0: one queue per stream
+//   HIP_DOUBLE_CAPTURE_WRITES=1  whether graphs capture stream writes and waits; AMD's runtime
+//                              executed them immediately until July 2026
 //   HIP_DOUBLE_VERSION=70253211
-//   HIP_DOUBLE_FAIL=call:code:first[:count]   the calls from number first on, 1 for the next, fail
-//   HIP_DOUBLE_JITTER_US=0     every operation of a queue sleeps up to so long
+//   HIP_DOUBLE_FAIL=call:code:first[:count]  `count` calls fail, from number `first`; 1 is the next
+//   HIP_DOUBLE_JITTER_US=0     largest random sleep before each operation of a queue
 //
-// double_delay makes every operation of one queue late, double_lose takes a peer's memory away.
+// double_delay delays all operations of one queue; double_lose removes the memory of a peer.
 //
-// The types of the prototypes are those of the binding's own declarations; enumerations are ints.
+// The types of the prototypes are those of the binding's declarations; enumerations are ints.
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -149,7 +149,7 @@ Settings& settings() {
 }
 
 thread_local int current_device = 0;
-thread_local int last_error = 0;  // until somebody asks for it
+thread_local int last_error = 0;  // until hipGetLastError
 
 int latch(int code) {
   if (code) last_error = code;
@@ -158,7 +158,7 @@ int latch(int code) {
 
 std::atomic<int> violations{0};
 std::mutex saying;
-std::string said;  // all violations, for people
+std::string said;  // all violations and leaks, for messages
 
 int violation(Code code, const char* format, ...) {
   violations++;
@@ -174,7 +174,7 @@ int violation(Code code, const char* format, ...) {
   return latch(code);
 }
 
-// What goes wrong on purpose.
+// Injected failures.
 
 struct Failure {
   int code;
@@ -207,7 +207,7 @@ void read_failures() {
     fail_on_purpose(call, code, first, count);
 }
 
-// 0, or the error that a call shall return; counts calls.
+// Count a call; return the error to inject, or 0.
 int injected(const char* call) {
   static std::once_flag once;
   std::call_once(once, read_failures);
@@ -230,9 +230,9 @@ thread_local bool in_host_function = false;
     if (int code = injected(name)) return latch(code);                                 \
   } while (0)
 
-std::atomic<int> sticky{0};  // as on a GPU, nothing works behind an error of a queue
+std::atomic<int> sticky{0};  // as on a GPU, all later calls fail after an error of a queue
 
-// Memory. In front of every allocation lie 64 bytes that all processes see.
+// Memory. A header of 64 bytes, shared by all processes, precedes every allocation.
 
 constexpr size_t HEADER = 64, SMALL = 64, ARENA = 1 << 16, PAGE = 4096;
 constexpr uint64_t MAGIC = 0x6669'6363'6f68'6970;
@@ -261,18 +261,18 @@ struct Backing {
   }
 };
 
-// Memory that this process can name: its own, or mapped from another process.
+// Memory in the address space of this process: its own, or mapped from another process.
 struct Memory {
   char* start;
   size_t nbytes;
   Kind kind;
-  int device;  // of the process that owns it, -1 for host memory
+  int device;  // device of the owner, -1 for host memory
   bool mapped = false;
   int pid;
   int opened = 0;
   size_t offset = 0;
   std::shared_ptr<Backing> backing;
-  std::atomic<int> pending{0};  // operations of queues that use it
+  std::atomic<int> pending{0};  // number of queued operations that use it
 
   Header* header() const { return reinterpret_cast<Header*>(start - HEADER); }
 };
@@ -291,7 +291,7 @@ std::map<std::pair<int, ino_t>, std::weak_ptr<Backing>>& mappings() {
   return *found;
 }
 uint64_t serials = 0;
-std::set<int> lost;  // processes whose memory is gone
+std::set<int> lost;  // processes whose memory is lost
 
 std::shared_ptr<Backing> backing_of(size_t nbytes) {
   auto made = std::make_shared<Backing>();
@@ -325,7 +325,7 @@ int allocate(void** target, size_t nbytes, Kind kind) {
     }
     offset = backing->vacant.back();
     backing->vacant.pop_back();
-    memset(backing->base + offset, 0xA5, SMALL);  // garbage, as in real memory
+    memset(backing->base + offset, 0xA5, SMALL);  // garbage, as in new device memory
   } else {
     backing = backing_of(PAGE + nbytes);
     if (!backing) return OutOfMemory;
@@ -367,7 +367,7 @@ int release(void* pointer, bool host, const char* call) {
   return Success;
 }
 
-// The memory that holds all of some bytes.
+// The allocation that contains all bytes of a range.
 std::shared_ptr<Memory> holder(const void* pointer, size_t nbytes) {
   auto* at = static_cast<char*>(const_cast<void*>(pointer));
   std::lock_guard<std::mutex> lock(table);
@@ -393,7 +393,7 @@ struct Event {
   int device;
   unsigned flags;
   std::shared_ptr<Marker> marker;
-  // Where it was recorded in a capture: behind so many nodes of a lane.
+  // Position of the record in a capture: after `count` nodes of a lane.
   std::shared_ptr<Capture> capture;
   size_t lane = 0, count = 0;
 };
@@ -403,13 +403,13 @@ using Uses = std::vector<std::shared_ptr<Memory>>;
 
 struct Work {
   std::function<void()> run;
-  std::function<bool()> ready;  // polled first, if there is one
+  std::function<bool()> ready;  // if set, polled before `run`
   Uses uses;
-  long turn = 0;  // its place in the hardware queue
+  long turn = 0;  // position in the hardware queue
 };
 
-// What streams are given during a capture, by stream. A node runs behind those before it on its lane
-// and, if `after` is set, behind so many nodes of another lane.
+// Work of streams during a capture; each stream has a lane. A node runs after the earlier nodes of
+// its lane and, if `after` is set, after the first `count` nodes of another lane.
 struct Node {
   Work work;
   bool after = false;
@@ -434,7 +434,7 @@ std::vector<std::shared_ptr<Capture>>& open_captures() {
 }
 thread_local int capture_mode = 0;  // 2 is relaxed
 
-// The capture that a call which is unsafe during captures would break, if there is one.
+// The capture that an unsafe call would invalidate, or null.
 std::shared_ptr<Capture> forbidding() {
   std::lock_guard<std::mutex> lock(capturing);
   if (capture_mode == 2) return nullptr;
@@ -459,8 +459,8 @@ void late() {
     std::this_thread::sleep_for(std::chrono::microseconds(random() % (most + 1)));
 }
 
-// Wait until something is true or nothing works any more. A pause is a quarter of the wait so far:
-// on few cores the queues that wait must leave time to those that work.
+// Poll until a condition holds, the queue ends or an error is sticky. A pause is a quarter of the
+// wait so far, so that on few cores waiting queues leave time to working queues.
 void poll(const std::function<bool()>& ready, const std::function<bool()>& ending) {
   using namespace std::chrono;
   const auto began = steady_clock::now();
@@ -485,13 +485,13 @@ void perform(Work& work, const std::function<bool()>& ending) {
   for (auto& memory : work.uses) memory->pending--;
 }
 
-// What streams of a priority share. Work is carried out in the order in which it came.
+// A hardware queue, which streams of a priority share. Work runs in order of arrival.
 struct Hardware {
   std::atomic<long> come{0}, over{0};
   size_t users = 0;
 };
 
-// The hardware queue of a device and priority that fewest streams use; `table` is held.
+// The hardware queue of a device and priority with the fewest streams; the caller holds `table`.
 std::shared_ptr<Hardware> hardware(int device, int priority) {
   static auto* pools = new std::map<std::pair<int, int>, std::vector<std::shared_ptr<Hardware>>>;
   auto& pool = (*pools)[{device, priority}];
@@ -508,9 +508,9 @@ struct Stream {
   std::condition_variable wake;
   std::deque<Work> work;
   bool busy = false, ending = false;
-  std::shared_ptr<Capture> capture;  // that it is in, guarded by `capturing`
+  std::shared_ptr<Capture> capture;  // its current capture, guarded by `capturing`
   size_t lane = 0;
-  std::atomic<long> delay_us{0};  // before each of its operations
+  std::atomic<long> delay_us{0};  // before each operation
   std::thread thread;
 
   Stream(int device_, std::shared_ptr<Hardware> queue_) : device(device_), queue(queue_) {
@@ -545,7 +545,7 @@ struct Stream {
     }
   }
 
-  // Take work, or note it in the capture that the stream is in.
+  // Enqueue work, or append it to the current capture of the stream.
   void add(Work next) {
     {
       std::lock_guard<std::mutex> held(capturing);
@@ -561,7 +561,7 @@ struct Stream {
     wake.notify_one();
   }
 
-  // `capturing` is held.
+  // The caller holds `capturing`.
   void join(std::shared_ptr<Capture> into) {
     lane = into->lanes.size();
     into->streams.push_back(this);
@@ -575,7 +575,7 @@ struct Stream {
   }
 };
 
-// Graphs, and graphs that can be launched, by their addresses.
+// Graphs and executable graphs, by address.
 struct Graph {
   std::shared_ptr<Capture> capture;
   bool executable;
@@ -585,7 +585,7 @@ std::map<void*, std::unique_ptr<Graph>>& graphs() {
   return *found;
 }
 
-// Carry a graph out: a thread for each lane, whose nodes wait for nodes of others.
+// Run a graph: a thread per lane, whose nodes wait for nodes of other lanes.
 void replay(Capture& capture, int device) {
   std::vector<std::atomic<size_t>> done(capture.lanes.size());
   std::vector<std::thread> threads;
@@ -611,7 +611,7 @@ std::map<void*, std::shared_ptr<Event>>& events() {
   return *found;
 }
 
-// A stream that the calling thread may use; `code` tells why not.
+// The stream of a handle; null if the calling thread may not use it, with the error in `code`.
 std::shared_ptr<Stream> queue(void* handle, const char* call, int& code) {
   std::shared_ptr<Stream> stream;
   {
@@ -632,7 +632,7 @@ std::shared_ptr<Stream> queue(void* handle, const char* call, int& code) {
   return code ? nullptr : stream;
 }
 
-// Memory that operations of a stream may touch; `code` tells why not.
+// The memory of a range; null if a stream may not access it, with the error in `code`.
 std::shared_ptr<Memory> reach(Stream& stream, const void* pointer, size_t nbytes, const char* call,
                               int& code) {
   auto memory = holder(pointer, nbytes);
@@ -680,7 +680,7 @@ int prepare(const char* call, Stream& stream, void* target, size_t target_pitch,
     return violation(InvalidMemcpyDirection, "%s of kind %d from %s to %s memory", call, kind,
                      KINDS[from->kind], KINDS[to->kind]);
   auto run = [=] {
-    // A signal's word is read by others meanwhile.
+    // Other threads poll the word of a signal during the copy.
     if (width == 4 && height == 1 && reinterpret_cast<uintptr_t>(target) % 4 == 0) {
       uint32_t value;
       memcpy(&value, source, 4);
@@ -734,7 +734,7 @@ int write_value(const char* call, void* handle, void* pointer, uint64_t value, i
   return Success;
 }
 
-// Handles of memory, as other processes get them.
+// Handles of memory for other processes.
 struct Handle {
   uint64_t magic, serial, nbytes, offset, inode;
   int pid, fd, device, kind;
@@ -744,7 +744,7 @@ struct IpcMemHandle {
 };
 static_assert(sizeof(Handle) <= sizeof(IpcMemHandle));
 
-// Code of kernels, of which only the names are used.
+// Kernels, known by name only.
 struct Function {
   std::string name;
 };
@@ -758,7 +758,7 @@ int leaks() {
   std::string found;
   for (auto& [start, memory] : memories()) {
     bool own = memory->kind != Adopted && !memory->mapped;
-    if (own && memory->header()->openers) continue;  // not this process's fault
+    if (own && memory->header()->openers) continue;  // the fault of another process
     found += "leak: " + std::to_string(memory->nbytes) + " bytes of " + KINDS[memory->kind] +
              " memory" + (memory->mapped ? ", mapped from another process\n" : "\n");
   }
@@ -792,7 +792,7 @@ T argument(void** arguments, int index) {
   return value;
 }
 
-// The words of a signal kernel, which have to lie in memory that is coherent between processes.
+// The words of a signal kernel. Their memory must be coherent between processes.
 int signal_words(Stream& stream, void** arguments, Words& words, uint32_t& count, Uses& uses) {
   words = argument<Words>(arguments, 0);
   count = argument<uint32_t>(arguments, 1);
@@ -835,7 +835,7 @@ float widened(F16 value) {
   return value.bits >> 15 ? -found : found;
 }
 
-// To the nearest, ties to even.
+// Round to nearest, ties to even.
 void round_to(float value, float& to) { to = value; }
 void round_to(float value, Bf16& to) {
   uint32_t bits;
@@ -844,7 +844,7 @@ void round_to(float value, Bf16& to) {
 }
 void round_to(float value, F16& to) {
   float size = std::fabs(value);
-  int exponent = -13;  // subnormal numbers lie as far apart as the smallest normal ones
+  int exponent = -13;  // subnormal numbers have the spacing of the smallest normal numbers
   if (size >= 0x1p-14f) std::frexp(size, &exponent);
   uint32_t bits = 0x7c00;
   if (std::isnan(value))
@@ -854,9 +854,9 @@ void round_to(float value, F16& to) {
   to.bits = bits | (std::signbit(value) << 15);
 }
 
-// Parts in their order, added in float and rounded once. Rows of `width` elements lie `pitch` apart
-// in all parts and `out_pitch` apart in the result. The first `vectors` times 16 bytes of the
-// result are counted by such units, as the kernel does.
+// Sum parts in order in float, and round once. Rows have `width` elements, at distances of `pitch`
+// in the parts and `out_pitch` in the result. The first `vectors` units of 16 bytes of the result
+// are addressed by units, as in the kernel.
 template <typename In, typename Out>
 int reduce(Stream& stream, uint32_t blocks, void** arguments) {
   constexpr uint64_t EACH = 16 / sizeof(Out);
@@ -910,18 +910,18 @@ int reduce(Stream& stream, uint32_t blocks, void** arguments) {
 
 // Casts to e4m3.
 
-// The nearest e4m3, ties to even; no value is beyond the largest.
+// Round to the nearest e4m3, ties to even; values do not exceed the largest e4m3.
 uint8_t e4m3(float value, bool fnuz) {
   if (std::isnan(value)) return fnuz ? 0x80 : 0x7f;
-  int least = fnuz ? -7 : -6, exponent = least + 1;  // of normal numbers; as frexp has it
+  int least = fnuz ? -7 : -6, exponent = least + 1;  // of normal numbers; by frexp's convention
   float size = std::fabs(value);
   if (size >= std::ldexp(1.0f, least)) std::frexp(size, &exponent);
-  auto steps = std::lrint(std::ldexp(size, 4 - exponent));  // 8 to 16 where it is normal
+  auto steps = std::lrint(std::ldexp(size, 4 - exponent));  // 8 to 16 for normal numbers
   uint8_t bits = (exponent - least - 1) * 8 + steps;
   return bits || !fnuz ? bits | (std::signbit(value) ? 0x80 : 0) : 0;
 }
 
-// Rows of which so many elements share a factor, the smallest power of two that does not overflow.
+// Cast rows. `length` elements share a factor, the smallest power of two that does not overflow.
 template <typename In>
 int cast(Stream& stream, uint32_t blocks, void** arguments) {
   auto* out = argument<uint8_t*>(arguments, 0);
@@ -982,7 +982,7 @@ struct Means {
   Strides strides[PARTS], lse_strides[PARTS];
 };
 
-// The mean of parts, weighted by what their log-sum-exp says, in float and rounded once.
+// Mean of parts with the weights of their log-sum-exp, in float and rounded once.
 template <typename T>
 int merge(Stream& stream, uint32_t blocks, void** arguments) {
   auto* out = argument<T*>(arguments, 0);
@@ -1011,7 +1011,7 @@ int merge(Stream& stream, uint32_t blocks, void** arguments) {
     size_t bytes_of_lse = (reached(last ? lse_strides : parts.lse_strides[i]) + 1) * 4;
     for (auto [from, length] : {std::pair<const char*, size_t>{at, bytes},
                                 {reinterpret_cast<const char*>(weights), bytes_of_lse}}) {
-      if (!from && last) continue;  // the log-sum-exp of all is not wanted
+      if (!from && last) continue;  // the caller does not request the log-sum-exp
       int code = 0;
       auto memory = reach(stream, from, length, "a merge", code);
       if (!memory) return code;
@@ -1041,7 +1041,7 @@ int merge(Stream& stream, uint32_t blocks, void** arguments) {
   return Success;
 }
 
-// How many pairs of a token and a choice chose an expert before, and the rows that they take.
+// For each pair of token and choice, its number among the pairs of its expert, and its row.
 int route(Stream& stream, uint32_t blocks, void** arguments) {
   auto* places = argument<uint64_t*>(arguments, 0);
   auto* rows = argument<uint64_t*>(arguments, 1);
@@ -1086,7 +1086,7 @@ int route(Stream& stream, uint32_t blocks, void** arguments) {
   return Success;
 }
 
-// A function of the first half of each row, times the second half.
+// SiLU or ReLU of the first half of each row, times the second half.
 template <typename T, bool SILU>
 int gated(Stream& stream, uint32_t blocks, void** arguments) {
   auto* out = argument<T*>(arguments, 0);
@@ -1127,7 +1127,7 @@ int gated(Stream& stream, uint32_t blocks, void** arguments) {
   return Success;
 }
 
-// The sums of the rows that tokens pick, by weights, in float and rounded once.
+// Weighted sums of the rows that tokens pick, in float and rounded once.
 template <typename T>
 int combine(Stream& stream, uint32_t blocks, void** arguments) {
   auto* out = argument<T*>(arguments, 0);
@@ -1195,7 +1195,7 @@ const std::map<std::string, Launch> ARITHMETIC = {
     {"ficco_relu_gated_float16", gated<F16, false>},
 };
 
-// Names of the other kernels. The last ten are found, but not carried out.
+// Names of the other kernels. The last ten can be loaded, but do not run.
 const std::set<std::string> KERNELS = {
     "ficco_post",
     "ficco_wait",
@@ -1292,14 +1292,14 @@ struct AtExit {
 // For tests.
 
 API int double_violations() { return violations.exchange(0); }
-// What the violations were, since this was asked for last.
+// Texts of violations and leaks since the previous call.
 API const char* double_said() {
   static thread_local std::string text;
   std::lock_guard<std::mutex> lock(saying);
   text = std::exchange(said, "");
   return text.c_str();
 }
-// Names of all calls so far, one a line.
+// Names of all calls so far, one per line.
 API const char* double_called() {
   static thread_local std::string text;
   std::lock_guard<std::mutex> lock(failing);
@@ -1310,7 +1310,7 @@ API const char* double_called() {
 }
 API int double_leaks() { return leaks(); }
 API void double_fail(const char* call, int code, long first, long count) {
-  injected("");  // the environment's come first
+  injected("");  // reads the failures of the environment first
   fail_on_purpose(call, code, first, count);
 }
 API long double_calls(const char* call) {
@@ -1318,7 +1318,7 @@ API long double_calls(const char* call) {
   return counts()[call];
 }
 API void double_jitter(long most_us) { settings().jitter_us = most_us; }
-// From now on each operation of a queue begins so much later, 0 for as before.
+// Delay each later operation of a queue by `us`; 0 ends the delay.
 API int double_delay(void* stream, long us) {
   std::lock_guard<std::mutex> lock(table);
   auto found = streams().find(stream);
@@ -1327,18 +1327,18 @@ API int double_delay(void* stream, long us) {
   return Success;
 }
 
-// From now on nothing reaches the memory of a process.
+// Make the memory of a process unreachable.
 API void double_lose(int pid) {
   std::lock_guard<std::mutex> lock(table);
   lost.insert(pid);
 }
 
-// Host memory that is taken for memory of the current device: CPU tensors of the caller's.
+// Treat host memory, the CPU tensors of the caller, as memory of the current device.
 API int double_adopt(void* start, size_t nbytes) {
   std::lock_guard<std::mutex> lock(table);
   auto& memory = memories()[static_cast<char*>(start)];
   if (memory) {
-    if (memory->kind != Adopted) return Success;  // a tensor in memory of the device
+    if (memory->kind != Adopted) return Success;  // a tensor in device memory
     if (memory->nbytes != nbytes)
       return violation(InvalidValue, "operands of %zu bytes where %zu are known", nbytes,
                        memory->nbytes);
@@ -1446,14 +1446,14 @@ API int hipHostMalloc(void** pointer, size_t nbytes, unsigned) {
   UNSAFE("hipHostMalloc");
   return allocate(pointer, nbytes, Host);
 }
-// During a capture nothing may be freed, in no mode: graphs may use it.
+// No mode allows frees during a capture: graphs may use the memory.
 static bool in_capture() {
   std::lock_guard<std::mutex> lock(capturing);
   for (auto& capture : open_captures())
     if (capture->thread == std::this_thread::get_id()) return true;
   return false;
 }
-// To free memory waits for all queues of the device; for ever, if one of them waits for ever.
+// A free waits for all queues of the device, and hangs if one of them hangs.
 static int settled(const char* call) {
   auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   while (!sticky && std::chrono::steady_clock::now() < end) {
@@ -1719,7 +1719,7 @@ API int hipEventElapsedTime(float* ms, void* start, void* stop) {
   return Success;
 }
 
-// What queues do.
+// Operations of queues.
 
 API int hipMemcpyDtoDAsync(void* target, void* source, size_t nbytes, void* stream) {
   ENTER("hipMemcpyDtoDAsync");
@@ -1747,8 +1747,8 @@ API int hipMemcpy2DAsync(void* target, size_t target_pitch, const void* source,
               stream);
 }
 
-// Copies in any order, each at any time between the work of the stream before the batch and the work
-// after it. The runtimes before HIP 7.12 make them in their order and refuse attributes.
+// The copies of a batch run in any order, after earlier work of the stream and before later work.
+// Runtimes before HIP 7.12 keep the order of the batch and refuse attributes.
 struct CopyAttributes {
   int source_order, source_kind, source_at, target_kind, target_at;
   unsigned flags;
@@ -1906,7 +1906,7 @@ API int hipStreamEndCapture(void* handle, void** graph) {
   capture->ended = true;
   for (auto* one : capture->streams) one->capture = nullptr;
   if (capture->invalid) return latch(CaptureInvalidated);
-  // What the origin's end waits for, lane by lane; anything else is not joined.
+  // Number of nodes per lane that precede the end of the origin; other nodes are not joined.
   std::vector<size_t> joined(capture->lanes.size(), 0), seen(joined);
   joined[0] = capture->lanes[0].size();
   for (bool more = true; more;) {

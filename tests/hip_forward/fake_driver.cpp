@@ -1,8 +1,8 @@
-// A CUDA driver on the strict double of HIP's library, so that forward.cpp can be run without a GPU:
-// what it makes of HIP's calls comes back as HIP's calls, and has to be the same.
+// A CUDA driver on the strict double of HIP's library, so that forward.cpp runs without a GPU:
+// forward.cpp turns HIP calls into CUDA calls, and this driver turns them into the same HIP calls.
 //
-// HIP_FORWARD_DOUBLE names the double's library. All of a device's memory is fine-grained there, and
-// waited on under HIP_DOUBLE_WAIT_ANY=1: CUDA has one kind of memory.
+// HIP_FORWARD_DOUBLE names the double's library. All memory of a device is fine-grained, and
+// streams wait on it under HIP_DOUBLE_WAIT_ANY=1, since CUDA has one kind of memory.
 
 #include <cuda.h>
 #include <dlfcn.h>
@@ -133,7 +133,7 @@ API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
   return hip("hipStreamWaitEvent", stream, event, flags);
 }
 
-// What streams do.
+// Operations of streams.
 
 API CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t nbytes, CUstream stream) {
   return hip("hipMemcpyDtoDAsync", memory(to), memory(from), nbytes, stream);

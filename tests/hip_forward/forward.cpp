@@ -1,20 +1,20 @@
-// libamdhip64.so on an NVIDIA GPU: the calls of HIP that ficco makes, forwarded to the CUDA driver.
+// libamdhip64.so on an NVIDIA GPU: forwards the HIP calls that ficco makes to the CUDA driver.
 //
-// The HIP engine, through the real hip-python, so runs on real copy engines, streams and memory of
-// other processes. A stream, an event, an address and a function are the driver's own, so that
-// PyTorch's streams serve. The context is the device's primary one, which PyTorch uses, too.
+// With this library and the real hip-python the HIP engine runs on real copy engines, streams and
+// memory of other processes. Streams, events, addresses and functions are those of the driver, so
+// PyTorch's streams can be passed. The context is the device's primary context, as in PyTorch.
 //
-// Where the two differ:
-//   - memory that processes share is allocated in whole blocks of 2 MiB, of which the driver shares
-//     all; a signal of 8 bytes takes one;
-//   - memory of any kind can be waited on, and a device does not cache a peer's: "signal" and
-//     "uncached" memory is plain memory;
-//   - a wait has no mask, and asks for a flush of remote writes where the device offers it;
-//   - kernels are what the driver loads, compiled for the card: ficco compiles for what PyTorch says
-//     the device is.
+// Differences between HIP and CUDA:
+//   - the driver shares memory between processes in blocks of 2 MiB, so allocations are multiples
+//     of 2 MiB; a signal of 8 bytes takes one block;
+//   - streams can wait on memory of any kind, and a device does not cache the memory of a peer:
+//     "signal" and "uncached" memory is plain memory;
+//   - a wait has no mask, and requests a flush of remote writes on devices that support it;
+//   - the driver loads kernels that are compiled for the card: ficco compiles for the device that
+//     PyTorch reports.
 //
-// The library of the driver is looked for by name, so that nothing is linked. In its place
-// HIP_FORWARD_DRIVER names another one.
+// The library opens the driver by name and links no other library. HIP_FORWARD_DRIVER names another
+// driver.
 
 #include <cuda.h>
 #include <dlfcn.h>
@@ -53,7 +53,7 @@ Function* look_up(const char* name) {
   return found;
 }
 
-// A name of cuda.h is a macro that adds the version of the function.
+// Names in cuda.h are macros that add the version of the function.
 #define TEXT(name) #name
 #define DRIVER(name)                                          \
   ([] {                                                       \
@@ -61,7 +61,7 @@ Function* look_up(const char* name) {
     return found;                                             \
   }())
 
-// Codes of errors are CUDA's, but for those that HIP does not have.
+// Error codes are those of CUDA; codes that HIP lacks become hipErrorUnknown.
 constexpr int SUCCESS = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, INVALID_DEVICE = 101,
               NO_DEVICE = 100, NOT_READY = 600, NOT_SUPPORTED = 801, UNKNOWN = 999;
 const std::map<int, const char*> NAMES = {
@@ -105,7 +105,7 @@ const std::map<int, const char*> NAMES = {
     {UNKNOWN, "hipErrorUnknown"},
 };
 
-thread_local int last_error = SUCCESS;  // until somebody asks for it
+thread_local int last_error = SUCCESS;  // until hipGetLastError
 
 int told(int code) {
   if (code) last_error = code;
@@ -124,7 +124,7 @@ int start() {
   return mapped(result);
 }
 
-// The primary context of a device, kept for as long as the process lives.
+// The primary context of a device, retained until the process ends.
 int context_of(int index, CUcontext& context) {
   static std::mutex guard;
   static std::map<int, CUcontext> known;
@@ -147,7 +147,7 @@ int use(int index) {
   return mapped(DRIVER(cuCtxSetCurrent)(context));
 }
 
-// A thread that has chosen no device uses the first.
+// Threads without a device use the first device.
 int enter() {
   if (int code = start()) return code;
   CUcontext context = nullptr;
@@ -162,7 +162,7 @@ int enter() {
 
 CUdeviceptr at(const void* pointer) { return reinterpret_cast<CUdeviceptr>(pointer); }
 
-constexpr size_t BLOCK = 2 << 20;  // bytes that the driver shares at least
+constexpr size_t BLOCK = 2 << 20;  // smallest unit that the driver shares, in bytes
 
 int allocate(void** pointer, size_t nbytes) {
   ENTER();
@@ -331,7 +331,7 @@ API int hipStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
   return mapped(DRIVER(cuStreamWaitEvent)(stream, event, flags));
 }
 
-// What streams do.
+// Operations of streams.
 
 API int hipMemcpyDtoDAsync(void* target, void* source, size_t nbytes, CUstream stream) {
   ENTER();
@@ -381,7 +381,7 @@ API int hipStreamWaitValue32(CUstream stream, void* pointer, uint32_t value, uns
   ENTER();
   if (mask != UINT32_MAX || flags > 3) return told(NOT_SUPPORTED);
   static std::mutex guard;
-  static std::map<CUdevice, unsigned> known;  // what a device's waits ask for
+  static std::map<CUdevice, unsigned> known;  // flags of the waits of a device
   CUdevice device;
   TRY(DRIVER(cuCtxGetDevice)(&device));
   {
@@ -457,7 +457,7 @@ API int hipModuleLoadData(CUmodule* module, const void* image) {
 API int hipModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   ENTER();
   TRY(DRIVER(cuModuleGetFunction)(function, module, name));
-  // Now, because a graph that is being captured may be the first to launch it.
+  // Load now: the first launch of the function may be in a capture.
   return mapped(DRIVER(cuFuncLoad)(*function));
 }
 API int hipModuleUnload(CUmodule module) {
