@@ -2,8 +2,8 @@
 //
 // Streams are threads, waits poll, and device memory is in memfds that other processes map. Uses
 // that the API allows or leaves undefined, but that fail on hardware, are violations: the call
-// fails and prints a line to stderr. double_violations and double_leaks return the numbers of violations
-// and leaks. A process with a violation or a leak aborts at its end.
+// fails and prints a line to stderr. double_violations and double_leaks return the numbers of
+// violations and leaks. A process with a violation or a leak aborts at its end.
 //
 // Settings are environment variables, read when the library is loaded, or double_* calls:
 //   HIP_DOUBLE_DEVICES=8       number of devices
