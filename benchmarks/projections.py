@@ -132,9 +132,9 @@ def main() -> None:
         error = max(float((other - first).abs().max()) for other in others)
         times = [f"{ms:.3f}" for ms in milliseconds(calls).values()]
         show(", ".join([str(length), *times, f"{error:.4f}"]))
-        more = by_schedule(x, weights) if length == SEQUENCES[1] else {}
-        more |= parts(x, weights) if length == SEQUENCES[-1] else {}
-        for name, ms in milliseconds(more).items() if more else ():
+        extra = by_schedule(x, weights) if length == SEQUENCES[1] else {}
+        extra |= parts(x, weights) if length == SEQUENCES[-1] else {}
+        for name, ms in milliseconds(extra).items() if extra else ():
             show(f"{name}: {ms:.3f} ms")
     ficco.close()
     dist.destroy_process_group()

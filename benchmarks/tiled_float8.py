@@ -99,8 +99,8 @@ def page(frame: pd.DataFrame, command: str) -> str:
     body.append(
         ["**geometric mean**", *(cell for mean in means for cell in ("", "", "", f"{mean:.3f}"))]
     )
-    how, about = " ".join(str(__doc__).split()), about_table(describe("cuda", command))
-    return f"# tiled-float8\n\n{about}\n\n{how}\n\n{markdown(heads, body)}\n"
+    method, about = " ".join(str(__doc__).split()), about_table(describe("cuda", command))
+    return f"# tiled-float8\n\n{about}\n\n{method}\n\n{markdown(heads, body)}\n"
 
 
 def main(folder: Path) -> None:

@@ -228,8 +228,8 @@ def page(frame: pd.DataFrame, command: str) -> str:
         ]
         body.append([f"**geometric mean, {name} {LONG_US:.0f} us**", "", "", *means])
     about = about_table(describe("cuda", command))
-    how = " ".join(page.__doc__.split())
-    return f"# tiled\n\n{about}\n\n{how}\n\n{markdown([*heads, *extra.columns], body)}\n"
+    method = " ".join(page.__doc__.split())
+    return f"# tiled\n\n{about}\n\n{method}\n\n{markdown([*heads, *extra.columns], body)}\n"
 
 
 def timed(

@@ -140,15 +140,15 @@ def timed(
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     expected = torch.mm(a, b).float()
     late = torch.zeros(1, dtype=torch.int32, device="cuda")
-    ways = [library, partial(cuda, products, late)]
+    makers = [library, partial(cuda, products, late)]
     if tiled_gluon and "gluon" not in without:
-        ways.append(partial(gluon, late))
+        makers.append(partial(gluon, late))
     if quack and "quack" not in without:
-        ways.append(quack_gemm)
+        makers.append(quack_gemm)
     calls: dict[Variant, Launch] = {}
     firsts: dict[Variant, dict[str, float]] = {}
     for b_rows, operand in ((False, b.t().contiguous().t()), (True, b)):
-        for variant, make in (pair for way in ways for pair in way(b_rows, (a, operand, out))):
+        for variant, make in (v for maker in makers for v in maker(b_rows, (a, operand, out))):
             out.fill_(torch.nan)
             torch.cuda.synchronize()
             began = time.perf_counter()
@@ -219,10 +219,10 @@ def page(frame: pd.DataFrame) -> str:
         [f"{m} x {n} x {k}", "[k, n]" if b_rows else "[n, k]", f"{us:.1f}", *cells(row, ".3f")]
         for (m, n, k, b_rows, us), row in shares.iterrows()
     ]
-    ways = [way + ", gated" * gated for way, gated in shares.columns]
+    names = [way + ", gated" * gated for way, gated in shares.columns]
     return (
         "Share of the library: geometric mean (least), products.\n\n"
-        f"{markdown(heads, costs)}\n\n{markdown(['m x n x k', 'B', 'library us', *ways], body)}\n"
+        f"{markdown(heads, costs)}\n\n{markdown(['m x n x k', 'B', 'library us', *names], body)}\n"
     )
 
 

@@ -118,14 +118,14 @@ def unsharded(layer: str, at: Rank, dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(Scaled(HIDDEN, 1), inner).to(at.device, dtype)
 
 
-def parallel(whole: nn.Sequential, layer: str, group: Any, recipe: str | None) -> nn.Sequential:
+def parallel(reference: nn.Sequential, layer: str, group: Any, recipe: str | None) -> nn.Sequential:
     """Copy of the unsharded model with ficco's layers."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
     from ficco import nn as ficco_nn
 
-    model = copy.deepcopy(whole)
+    model = copy.deepcopy(reference)
     inner: Any = model[1]
     if layer == "ulysses":
         attention = ficco_nn.UlyssesAttention(HIDDEN, 4, group=group).to(inner.q_proj.weight)
@@ -148,10 +148,10 @@ def parallel(whole: nn.Sequential, layer: str, group: Any, recipe: str | None) -
 
 
 def wrapped(
-    wrapper: str, layer: str, model: nn.Sequential, group: Any, data: Any, whole: bool
+    wrapper: str, layer: str, model: nn.Sequential, group: Any, data: Any, reference: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Apply a wrapper to a model on ranks or, if ``whole``, to the unsharded model. Return the call
-    that trains."""
+    """Apply a wrapper to a model on ranks, or to the unsharded ``reference``. Return the call that
+    trains."""
     from ficco.nn import ColumnParallelLinear, replicated
 
     inner: Any = model[1]
@@ -161,7 +161,7 @@ def wrapped(
         CHANGES[wrapper](target)
     elif wrapper == "adapter":
         adapter = Adapter(target).to(model[0].weight)
-        if not whole and layer in OWN:
+        if not reference and layer in OWN:
             adapter.up = ColumnParallelLinear.from_linear(adapter.up, group=group, sequence_dim=1)
         setattr(inner, name, adapter)
     elif wrapper == "peft":
@@ -175,15 +175,15 @@ def wrapped(
 
         quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, _: module is target)
     # torchao replaces nn.Linear; ficco's layers are no nn.Linear and stay.
-    elif wrapper == "torchao float8" and not (whole and layer in OWN):
+    elif wrapper == "torchao float8" and not (reference and layer in OWN):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
-    if not whole:
+    if not reference:
         modules = model if wrapper == "fully_shard" else [model]
         for module in modules if layer != "styles" else model[:1]:
             replicated(module, group)
-    if wrapper == "fully_shard" and not whole:
+    if wrapper == "fully_shard" and not reference:
         from torch.distributed.fsdp import fully_shard
 
         children = inner.children() if layer != "ulysses" else ()
@@ -261,19 +261,19 @@ def mixed(at: Rank, case: Case) -> None:
     groups, data = places(at)
     group, world = groups[place], at.world if place == "default" else 2
     rank = at.rank % world
-    whole = unsharded(layer, at, torch.float64 if wide else torch.float32)
-    model = parallel(whole, layer, group, "tensor" if wrapper == "float8" else None)
-    calls = [wrapped(wrapper, layer, each, group, data, each is whole) for each in (model, whole)]
+    reference = unsharded(layer, at, torch.float64 if wide else torch.float32)
+    model = parallel(reference, layer, group, "tensor" if wrapper == "float8" else None)
+    calls = [wrapped(wrapper, layer, m, group, data, m is reference) for m in (model, reference)]
 
     def shard(x: torch.Tensor) -> torch.Tensor:
         return x.chunk(world, 1)[rank].contiguous()
 
     clips = (
         partial(clip_grad_norm_, model),
-        partial(nn.utils.clip_grad_norm_, [*whole.parameters()]),
+        partial(nn.utils.clip_grad_norm_, [*reference.parameters()]),
     )
     tensors = trained(calls[0], model, trainer, shard, clips[0], ShardedGradScaler)
-    expected = trained(calls[1], whole, trainer, torch.clone, clips[1], torch.amp.GradScaler)
+    expected = trained(calls[1], reference, trainer, torch.clone, clips[1], torch.amp.GradScaler)
     assert list(tensors) == list(expected)
     for name, tensor in tensors.items():
         local: Any = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -113,17 +113,17 @@ def product(
     recipe: str = "",
     source: str = "",
     bias: bool = False,
-    **more: Any,
+    **options: Any,
 ) -> Problem:
     """A matrix product. Operators with a table of blocks spread the rows over the table."""
     if recipe:
         unscaled: Any = {"source": source} if source else {}
-        more["scaling"] = Scaling(recipe, dtype, bias=bias, replicated=bias, **unscaled)
+        options["scaling"] = Scaling(recipe, dtype, bias=bias, replicated=bias, **unscaled)
     if not OPERATORS[operator].blocks:
-        return Problem(operator, tuple(rows), n, k, dtype, **more)
+        return Problem(operator, tuple(rows), n, k, dtype, **options)
     world = len(rows)
     table = [[rows[(3 * i + j) % world] for j in range(world)] for i in range(world)]
-    return Problem.of_blocks(operator, table, n, k, dtype, **more)
+    return Problem.of_blocks(operator, table, n, k, dtype, **options)
 
 
 def product_asks(operator: str) -> Iterator[tuple[dict[str, Any], Sequence[str], dict[str, Any]]]:
@@ -154,9 +154,9 @@ def product_asks(operator: str) -> Iterator[tuple[dict[str, Any], Sequence[str],
         return
     float8 = {"rows": (16, 24, 8, 16), "n": 128, "k": 384, "dtype": "float8_e4m3fn"}
     for recipe in ("tensor", "row", "block"):
-        for more in ({}, {"bias": True}, {"source": "bfloat16"}):
+        for options in ({}, {"bias": True}, {"source": "bfloat16"}):
             for hosts in (1, 2):
-                yield {**float8, "recipe": recipe, **more, "hosts": hosts}, FEWER, {}
+                yield {**float8, "recipe": recipe, **options, "hosts": hosts}, FEWER, {}
 
 
 def of_products() -> Iterator[Case]:
@@ -176,13 +176,13 @@ def of_products() -> Iterator[Case]:
 
 
 def attention(
-    world: int, rows: int, heads: tuple[int, int, int, int], **more: Any
+    world: int, rows: int, heads: tuple[int, int, int, int], **options: Any
 ) -> tuple[str, Any]:
     """Name and problem of attention. ``heads``: batch, heads, heads of keys, size of a head."""
-    dtype = more.pop("dtype", "bfloat16")
-    problem = AttentionProblem(world, rows, *heads, dtype, **more)
+    dtype = options.pop("dtype", "bfloat16")
+    problem = AttentionProblem(world, rows, *heads, dtype, **options)
     sizes = {"ranks": world, "rows": rows, "heads": heads, "dtype": dtype}
-    return named("", sizes | more).strip(), problem
+    return named("", sizes | options).strip(), problem
 
 
 def of_attention() -> Iterator[Case]:
@@ -245,9 +245,9 @@ def of_experts() -> Iterator[Case]:
         ("matmul_combine", 4, 2, {"h": 24}),
         ("matmul_combine", 4, 2, {"h": 24, "hosts": 2, "gathers": True}),
     ]
-    for operator, world, experts, more in asks:
-        problem = ExpertLayer(operator, world, experts, 5, 16, n=8, dtype="bfloat16", **more)
-        ask = named(operator, {"ranks": world, "experts": experts, **more})
+    for operator, world, experts, options in asks:
+        problem = ExpertLayer(operator, world, experts, 5, 16, n=8, dtype="bfloat16", **options)
+        ask = named(operator, {"ranks": world, "experts": experts, **options})
         for name in EXPERTS:
             yield Case(ask, name, partial(expert_plans, problem, Schedule.parse(name)))
 
