@@ -144,8 +144,8 @@ struct Settings {
 };
 
 Settings& settings() {
-  static Settings* found = new Settings;
-  return *found;
+  static Settings* instance = new Settings;
+  return *instance;
 }
 
 thread_local int current_device = 0;
@@ -183,13 +183,13 @@ struct Failure {
 
 std::mutex failing;
 std::map<std::string, Failure>& failures() {
-  static auto* found = new std::map<std::string, Failure>;
-  return *found;
+  static auto* instance = new std::map<std::string, Failure>;
+  return *instance;
 }
 
 std::map<std::string, long>& counts() {
-  static auto* found = new std::map<std::string, long>;
-  return *found;
+  static auto* instance = new std::map<std::string, long>;
+  return *instance;
 }
 
 void fail_on_purpose(const char* call, int code, long first, long count) {
@@ -213,9 +213,9 @@ int injected(const char* call) {
   std::call_once(once, read_failures);
   std::lock_guard<std::mutex> lock(failing);
   counts()[call]++;
-  auto found = failures().find(call);
-  if (found == failures().end()) return 0;
-  auto& failure = found->second;
+  auto entry = failures().find(call);
+  if (entry == failures().end()) return 0;
+  auto& failure = entry->second;
   if (--failure.first >= 1 || failure.count <= 0) return 0;
   failure.count--;
   return failure.code;
@@ -279,32 +279,32 @@ struct Memory {
 
 std::mutex table;
 std::map<char*, std::shared_ptr<Memory>>& memories() {
-  static auto* found = new std::map<char*, std::shared_ptr<Memory>>;
-  return *found;
+  static auto* instance = new std::map<char*, std::shared_ptr<Memory>>;
+  return *instance;
 }
 std::vector<std::shared_ptr<Backing>>& arenas() {
-  static auto* found = new std::vector<std::shared_ptr<Backing>>;
-  return *found;
+  static auto* instance = new std::vector<std::shared_ptr<Backing>>;
+  return *instance;
 }
 std::map<std::pair<int, ino_t>, std::weak_ptr<Backing>>& mappings() {
-  static auto* found = new std::map<std::pair<int, ino_t>, std::weak_ptr<Backing>>;
-  return *found;
+  static auto* instance = new std::map<std::pair<int, ino_t>, std::weak_ptr<Backing>>;
+  return *instance;
 }
 uint64_t serials = 0;
 std::set<int> lost;  // processes whose memory is lost
 
 std::shared_ptr<Backing> backing_of(size_t nbytes) {
-  auto made = std::make_shared<Backing>();
-  made->fd = memfd_create("hip double", MFD_CLOEXEC);
-  if (made->fd < 0 || ftruncate(made->fd, nbytes)) return nullptr;
-  void* base = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, made->fd, 0);
+  auto backing = std::make_shared<Backing>();
+  backing->fd = memfd_create("hip double", MFD_CLOEXEC);
+  if (backing->fd < 0 || ftruncate(backing->fd, nbytes)) return nullptr;
+  void* base = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, backing->fd, 0);
   if (base == MAP_FAILED) return nullptr;
-  made->base = static_cast<char*>(base);
-  made->nbytes = nbytes;
+  backing->base = static_cast<char*>(base);
+  backing->nbytes = nbytes;
   struct stat file;
-  fstat(made->fd, &file);
-  made->inode = file.st_ino;
-  return made;
+  fstat(backing->fd, &file);
+  backing->inode = file.st_ino;
+  return backing;
 }
 
 int allocate(void** target, size_t nbytes, Kind kind) {
@@ -331,27 +331,27 @@ int allocate(void** target, size_t nbytes, Kind kind) {
     if (!backing) return OutOfMemory;
     memset(backing->base + PAGE, 0xA5, nbytes);
   }
-  auto made = std::make_shared<Memory>();
-  made->start = backing->base + offset;
-  made->nbytes = nbytes;
-  made->kind = kind;
-  made->device = kind == Host ? -1 : current_device;
-  made->pid = getpid();
-  made->offset = offset;
-  made->backing = backing;
-  new (made->header()) Header{MAGIC, ++serials, {0}, {1}};
-  memories()[made->start] = made;
-  *target = made->start;
+  auto allocation = std::make_shared<Memory>();
+  allocation->start = backing->base + offset;
+  allocation->nbytes = nbytes;
+  allocation->kind = kind;
+  allocation->device = kind == Host ? -1 : current_device;
+  allocation->pid = getpid();
+  allocation->offset = offset;
+  allocation->backing = backing;
+  new (allocation->header()) Header{MAGIC, ++serials, {0}, {1}};
+  memories()[allocation->start] = allocation;
+  *target = allocation->start;
   return Success;
 }
 
 int release(void* pointer, bool host, const char* call) {
   if (!pointer) return Success;
   std::lock_guard<std::mutex> lock(table);
-  auto found = memories().find(static_cast<char*>(pointer));
-  if (found == memories().end())
+  auto entry = memories().find(static_cast<char*>(pointer));
+  if (entry == memories().end())
     return violation(InvalidValue, "%s of %p, which is no allocation", call, pointer);
-  auto memory = found->second;
+  auto memory = entry->second;
   if (memory->mapped || memory->kind == Adopted || (memory->kind == Host) != host)
     return violation(InvalidValue, "%s of %s memory%s", call, KINDS[memory->kind],
                      memory->mapped ? " of another process" : "");
@@ -363,7 +363,7 @@ int release(void* pointer, bool host, const char* call) {
                      KINDS[memory->kind], openers);
   memory->header()->alive = 0;
   if (memory->nbytes <= SMALL) memory->backing->vacant.push_back(memory->offset);
-  memories().erase(found);
+  memories().erase(entry);
   return Success;
 }
 
@@ -371,9 +371,9 @@ int release(void* pointer, bool host, const char* call) {
 std::shared_ptr<Memory> holder(const void* pointer, size_t nbytes) {
   auto* at = static_cast<char*>(const_cast<void*>(pointer));
   std::lock_guard<std::mutex> lock(table);
-  auto found = memories().upper_bound(at);
-  if (found == memories().begin()) return nullptr;
-  auto memory = std::prev(found)->second;
+  auto entry = memories().upper_bound(at);
+  if (entry == memories().begin()) return nullptr;
+  auto memory = std::prev(entry)->second;
   return at + nbytes <= memory->start + memory->nbytes ? memory : nullptr;
 }
 
@@ -429,8 +429,8 @@ struct Capture {
 std::atomic<uint64_t> captures{0};
 std::mutex capturing;  // guards all captures; taken before `table`
 std::vector<std::shared_ptr<Capture>>& open_captures() {
-  static auto* found = new std::vector<std::shared_ptr<Capture>>;
-  return *found;
+  static auto* instance = new std::vector<std::shared_ptr<Capture>>;
+  return *instance;
 }
 thread_local int capture_mode = 0;  // 2 is relaxed
 
@@ -581,8 +581,8 @@ struct Graph {
   bool executable;
 };
 std::map<void*, std::unique_ptr<Graph>>& graphs() {
-  static auto* found = new std::map<void*, std::unique_ptr<Graph>>;
-  return *found;
+  static auto* instance = new std::map<void*, std::unique_ptr<Graph>>;
+  return *instance;
 }
 
 // Run a graph: a thread per lane, whose nodes wait for nodes of other lanes.
@@ -603,12 +603,12 @@ void replay(Capture& capture, int device) {
 }
 
 std::map<void*, std::shared_ptr<Stream>>& streams() {
-  static auto* found = new std::map<void*, std::shared_ptr<Stream>>;
-  return *found;
+  static auto* instance = new std::map<void*, std::shared_ptr<Stream>>;
+  return *instance;
 }
 std::map<void*, std::shared_ptr<Event>>& events() {
-  static auto* found = new std::map<void*, std::shared_ptr<Event>>;
-  return *found;
+  static auto* instance = new std::map<void*, std::shared_ptr<Event>>;
+  return *instance;
 }
 
 // The stream of a handle; null if the calling thread may not use it, with the error in `code`.
@@ -616,8 +616,8 @@ std::shared_ptr<Stream> queue(void* handle, const char* call, int& code) {
   std::shared_ptr<Stream> stream;
   {
     std::lock_guard<std::mutex> lock(table);
-    auto found = streams().find(handle);
-    if (found != streams().end()) stream = found->second;
+    auto entry = streams().find(handle);
+    if (entry != streams().end()) stream = entry->second;
   }
   if (!stream) {
     code = violation(InvalidHandle, "%s on %p, which is no stream", call, handle);
@@ -749,28 +749,28 @@ struct Function {
   std::string name;
 };
 std::map<void*, std::vector<std::unique_ptr<Function>>>& modules() {
-  static auto* found = new std::map<void*, std::vector<std::unique_ptr<Function>>>;
-  return *found;
+  static auto* instance = new std::map<void*, std::vector<std::unique_ptr<Function>>>;
+  return *instance;
 }
 
 int leaks() {
   std::lock_guard<std::mutex> lock(table);
-  std::string found;
+  std::string report;
   for (auto& [start, memory] : memories()) {
     bool own = memory->kind != Adopted && !memory->mapped;
     if (own && memory->header()->openers) continue;  // the fault of another process
-    found += "leak: " + std::to_string(memory->nbytes) + " bytes of " + KINDS[memory->kind] +
+    report += "leak: " + std::to_string(memory->nbytes) + " bytes of " + KINDS[memory->kind] +
              " memory" + (memory->mapped ? ", mapped from another process\n" : "\n");
   }
-  for (size_t i = 0; i < streams().size(); i++) found += "leak: a stream\n";
-  for (size_t i = 0; i < events().size(); i++) found += "leak: an event\n";
-  for (size_t i = 0; i < modules().size(); i++) found += "leak: a module\n";
-  for (size_t i = 0; i < graphs().size(); i++) found += "leak: a graph\n";
-  fputs(found.c_str(), stderr);
+  for (size_t i = 0; i < streams().size(); i++) report += "leak: a stream\n";
+  for (size_t i = 0; i < events().size(); i++) report += "leak: an event\n";
+  for (size_t i = 0; i < modules().size(); i++) report += "leak: a module\n";
+  for (size_t i = 0; i < graphs().size(); i++) report += "leak: a graph\n";
+  fputs(report.c_str(), stderr);
   fflush(stderr);
   std::lock_guard<std::mutex> talking(saying);
-  said += found;
-  return std::count(found.begin(), found.end(), '\n');
+  said += report;
+  return std::count(report.begin(), report.end(), '\n');
 }
 
 
@@ -823,16 +823,16 @@ struct F16 {
 float widened(float value) { return value; }
 float widened(Bf16 value) {
   uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float found;
-  memcpy(&found, &bits, sizeof found);
-  return found;
+  float result;
+  memcpy(&result, &bits, sizeof result);
+  return result;
 }
 float widened(F16 value) {
   int exponent = value.bits >> 10 & 31, fraction = value.bits & 1023;
-  float found = exponent == 31 ? (fraction ? NAN : INFINITY)
+  float result = exponent == 31 ? (fraction ? NAN : INFINITY)
                 : exponent     ? std::ldexp(1024.0f + fraction, exponent - 25)
                                : std::ldexp(static_cast<float>(fraction), -24);
-  return value.bits >> 15 ? -found : found;
+  return value.bits >> 15 ? -result : result;
 }
 
 // Round to nearest, ties to even.
@@ -862,16 +862,16 @@ int reduce(Stream& stream, uint32_t blocks, void** arguments) {
   constexpr uint64_t EACH = 16 / sizeof(Out);
   auto* out = argument<char*>(arguments, 0);
   auto parts = argument<Parts>(arguments, 1);
-  auto count = argument<uint32_t>(arguments, 2), told = argument<uint32_t>(arguments, 3);
+  auto count = argument<uint32_t>(arguments, 2), grid = argument<uint32_t>(arguments, 3);
   size_t vectors = argument<uint64_t>(arguments, 4), elements = argument<uint64_t>(arguments, 5);
   size_t width = argument<uint64_t>(arguments, 6), pitch = argument<uint64_t>(arguments, 7);
   size_t out_pitch = argument<uint64_t>(arguments, 8);
   float factor = argument<float>(arguments, 9);
-  if (!count || count > PARTS || !elements || !width || elements % width || told != blocks ||
+  if (!count || count > PARTS || !elements || !width || elements % width || grid != blocks ||
       vectors * EACH > elements)
     return violation(InvalidValue, "a sum of %u parts of %zu elements, %zu of them by vectors, in "
                      "rows of %zu, by %u blocks of %u", count, elements, vectors * EACH, width,
-                     blocks, told);
+                     blocks, grid);
   bool apart = width != pitch || width != out_pitch;
   if (vectors && apart && (width % EACH || pitch % EACH || out_pitch % EACH))
     return violation(InvalidValue, "a sum by vectors of rows of %zu, %zu and %zu apart", width,
@@ -932,12 +932,12 @@ int cast(Stream& stream, uint32_t blocks, void** arguments) {
   size_t rows = argument<uint32_t>(arguments, 6), cols = argument<uint32_t>(arguments, 7);
   size_t length = argument<uint32_t>(arguments, 8);
   auto team = argument<uint32_t>(arguments, 9), fnuz = argument<uint32_t>(arguments, 10);
-  auto aligned = argument<uint32_t>(arguments, 11), told = argument<uint32_t>(arguments, 12);
+  auto aligned = argument<uint32_t>(arguments, 11), grid = argument<uint32_t>(arguments, 12);
   auto at = reinterpret_cast<uintptr_t>(in);
-  if (!rows || !cols || !length || cols % 16 || told != blocks || !team || team > 256 ||
+  if (!rows || !cols || !length || cols % 16 || grid != blocks || !team || team > 256 ||
       (team & (team - 1)) || (aligned && (at % 16 || pitch * sizeof(In) % 16)))
     return violation(InvalidValue, "a cast of %zu x %zu by %zu, teams of %u and %u blocks of %u",
-                     rows, cols, length, team, blocks, told);
+                     rows, cols, length, team, blocks, grid);
   size_t parts = (cols + length - 1) / length;
   Uses uses;
   for (auto [from, bytes] :
@@ -989,13 +989,13 @@ int merge(Stream& stream, uint32_t blocks, void** arguments) {
   auto out_strides = argument<Strides>(arguments, 1), lse_strides = argument<Strides>(arguments, 3);
   auto* lse = argument<float*>(arguments, 2);
   auto parts = argument<Means>(arguments, 4);
-  auto count = argument<uint32_t>(arguments, 5), told = argument<uint32_t>(arguments, 10);
+  auto count = argument<uint32_t>(arguments, 5), grid = argument<uint32_t>(arguments, 10);
   size_t units = argument<uint32_t>(arguments, 6), heads = argument<uint32_t>(arguments, 7);
   size_t rows = argument<uint32_t>(arguments, 8), total = argument<uint64_t>(arguments, 9);
   size_t each = units * heads * rows, size = units * 16 / sizeof(T);
-  if (!count || count > PARTS || !each || !total || total % each || told != blocks)
+  if (!count || count > PARTS || !each || !total || total % each || grid != blocks)
     return violation(InvalidValue, "a merge of %u parts of %zu units, %zu a batch, by %u blocks "
-                     "of %u", count, total, each, blocks, told);
+                     "of %u", count, total, each, blocks, grid);
   size_t batch = total / each;
   auto reached = [=](const Strides& by) {
     return (batch - 1) * by.batch + (heads - 1) * by.head + (rows - 1) * by.row;
@@ -1094,10 +1094,10 @@ int gated(Stream& stream, uint32_t blocks, void** arguments) {
   auto* in = argument<const T*>(arguments, 3);
   size_t in_batch = argument<uint64_t>(arguments, 4), in_row = argument<uint64_t>(arguments, 5);
   size_t rows = argument<uint32_t>(arguments, 6), units = argument<uint32_t>(arguments, 7);
-  size_t total = argument<uint64_t>(arguments, 8), told = argument<uint32_t>(arguments, 9);
-  if (!units || !rows || !total || total % (units * rows) || told != blocks)
+  size_t total = argument<uint64_t>(arguments, 8), grid = argument<uint32_t>(arguments, 9);
+  if (!units || !rows || !total || total % (units * rows) || grid != blocks)
     return violation(InvalidValue, "gates of %zu units, %zu rows of %zu, by %u blocks of %zu",
-                     total, rows, units, blocks, told);
+                     total, rows, units, blocks, grid);
   size_t batches = total / units / rows, cols = units * 16 / sizeof(T);
   size_t reached = (batches - 1) * out_batch + (rows - 1) * out_row + cols;
   size_t read = (batches - 1) * in_batch + (rows - 1) * in_row + 2 * cols;
@@ -1136,10 +1136,10 @@ int combine(Stream& stream, uint32_t blocks, void** arguments) {
   size_t by_token = argument<uint64_t>(arguments, 3), by_choice = argument<uint64_t>(arguments, 4);
   auto* weights = argument<const float*>(arguments, 5);
   size_t choices = argument<uint32_t>(arguments, 6), units = argument<uint32_t>(arguments, 7);
-  size_t total = argument<uint64_t>(arguments, 8), told = argument<uint32_t>(arguments, 9);
-  if (!units || !total || total % units || told != blocks)
+  size_t total = argument<uint64_t>(arguments, 8), grid = argument<uint32_t>(arguments, 9);
+  if (!units || !total || total % units || grid != blocks)
     return violation(InvalidValue, "a combination of %zu units, %zu a row, by %u blocks of %zu",
-                     total, units, blocks, told);
+                     total, units, blocks, grid);
   size_t tokens = total / units, size = units * 16 / sizeof(T);
   for (const void* at : {static_cast<const void*>(out), static_cast<const void*>(rows)})
     if (reinterpret_cast<uintptr_t>(at) % 16)
@@ -1321,9 +1321,9 @@ API void double_jitter(long most_us) { settings().jitter_us = most_us; }
 // Delay each later operation of a queue by `us`; 0 ends the delay.
 API int double_delay(void* stream, long us) {
   std::lock_guard<std::mutex> lock(table);
-  auto found = streams().find(stream);
-  if (found == streams().end()) return InvalidHandle;
-  found->second->delay_us = us;
+  auto entry = streams().find(stream);
+  if (entry == streams().end()) return InvalidHandle;
+  entry->second->delay_us = us;
   return Success;
 }
 
@@ -1356,11 +1356,11 @@ API int double_adopt(void* start, size_t nbytes) {
 }
 API int double_forget(void* start) {
   std::lock_guard<std::mutex> lock(table);
-  auto found = memories().find(static_cast<char*>(start));
-  if (found == memories().end() || found->second->kind != Adopted) return InvalidValue;
-  if (--found->second->opened) return Success;
-  int pending = found->second->pending;
-  memories().erase(found);
+  auto entry = memories().find(static_cast<char*>(start));
+  if (entry == memories().end() || entry->second->kind != Adopted) return InvalidValue;
+  if (--entry->second->opened) return Success;
+  int pending = entry->second->pending;
+  memories().erase(entry);
   if (pending && !sticky) return violation(InvalidValue, "operands freed while in use");
   return Success;
 }
@@ -1368,12 +1368,12 @@ API int double_forget(void* start) {
 // Devices.
 
 API const char* hipGetErrorName(int code) {
-  auto found = NAMES.find(code);
-  return found == NAMES.end() ? "hipErrorUnknown" : found->second.first;
+  auto entry = NAMES.find(code);
+  return entry == NAMES.end() ? "hipErrorUnknown" : entry->second.first;
 }
 API const char* hipGetErrorString(int code) {
-  auto found = NAMES.find(code);
-  return found == NAMES.end() ? "unknown error" : found->second.second;
+  auto entry = NAMES.find(code);
+  return entry == NAMES.end() ? "unknown error" : entry->second.second;
 }
 API int hipGetDeviceCount(int* count) {
   ENTER("hipGetDeviceCount");
@@ -1484,12 +1484,12 @@ API int hipHostFree(void* pointer) {
 API int hipIpcGetMemHandle(IpcMemHandle* target, void* pointer) {
   ENTER("hipIpcGetMemHandle");
   std::lock_guard<std::mutex> lock(table);
-  auto found = memories().find(static_cast<char*>(pointer));
-  if (found == memories().end() || found->second->mapped || found->second->device < 0 ||
-      found->second->kind == Adopted)
+  auto entry = memories().find(static_cast<char*>(pointer));
+  if (entry == memories().end() || entry->second->mapped || entry->second->device < 0 ||
+      entry->second->kind == Adopted)
     return violation(InvalidValue, "hipIpcGetMemHandle of %p, which is no device memory of this "
                      "process or not its beginning", pointer);
-  auto& memory = *found->second;
+  auto& memory = *entry->second;
   if (memory.kind == Signal && !settings().signal_ipc) return latch(InvalidValue);
   Handle handle{MAGIC, memory.header()->serial, memory.nbytes, memory.offset,
                 memory.backing->inode, getpid(), memory.backing->fd, memory.device, memory.kind};
@@ -1497,11 +1497,11 @@ API int hipIpcGetMemHandle(IpcMemHandle* target, void* pointer) {
   memcpy(target, &handle, sizeof handle);
   return Success;
 }
-API int hipIpcOpenMemHandle(void** pointer, IpcMemHandle given, unsigned flags) {
+API int hipIpcOpenMemHandle(void** pointer, IpcMemHandle reference, unsigned flags) {
   ENTER("hipIpcOpenMemHandle");
   UNSAFE("hipIpcOpenMemHandle");
   Handle handle;
-  memcpy(&handle, &given, sizeof handle);
+  memcpy(&handle, &reference, sizeof handle);
   *pointer = nullptr;
   if (handle.magic != MAGIC) return violation(InvalidHandle, "hipIpcOpenMemHandle of garbage");
   if (flags != 1) return violation(InvalidValue, "hipIpcOpenMemHandle with flags %u", flags);
@@ -1551,15 +1551,15 @@ API int hipIpcCloseMemHandle(void* pointer) {
   ENTER("hipIpcCloseMemHandle");
   UNSAFE("hipIpcCloseMemHandle");
   std::lock_guard<std::mutex> lock(table);
-  auto found = memories().find(static_cast<char*>(pointer));
-  if (found == memories().end() || !found->second->mapped)
+  auto entry = memories().find(static_cast<char*>(pointer));
+  if (entry == memories().end() || !entry->second->mapped)
     return violation(InvalidValue, "hipIpcCloseMemHandle of %p, which is not open", pointer);
-  auto memory = found->second;
+  auto memory = entry->second;
   if (memory->pending && !sticky)
     return violation(InvalidValue, "hipIpcCloseMemHandle while a queue uses the memory");
   if (--memory->opened) return Success;
   memory->header()->openers--;
-  memories().erase(found);
+  memories().erase(entry);
   return Success;
 }
 
@@ -1570,9 +1570,9 @@ API int hipStreamCreateWithPriority(void** target, unsigned flags, int priority)
   UNSAFE("hipStreamCreateWithPriority");
   if (flags > 1 || priority < -1 || priority > 1) return InvalidValue;
   std::lock_guard<std::mutex> lock(table);
-  auto made = std::make_shared<Stream>(current_device, hardware(current_device, priority));
-  streams()[made.get()] = made;
-  *target = made.get();
+  auto stream = std::make_shared<Stream>(current_device, hardware(current_device, priority));
+  streams()[stream.get()] = stream;
+  *target = stream.get();
   return Success;
 }
 API int hipStreamDestroy(void* handle) {
@@ -1581,14 +1581,14 @@ API int hipStreamDestroy(void* handle) {
   std::shared_ptr<Stream> stream;
   {
     std::lock_guard<std::mutex> lock(table);
-    auto found = streams().find(handle);
-    if (found == streams().end())
+    auto entry = streams().find(handle);
+    if (entry == streams().end())
       return violation(InvalidHandle, "hipStreamDestroy of %p, which is no stream", handle);
-    stream = found->second;
+    stream = entry->second;
     if (!stream->idle() && !sticky)
       return violation(InvalidHandle, "hipStreamDestroy of a stream that is not idle");
     stream->queue->users--;
-    streams().erase(found);
+    streams().erase(entry);
   }
   {
     std::lock_guard<std::mutex> held(stream->lock);
@@ -1612,16 +1612,16 @@ API int hipStreamQuery(void* handle) {
 }
 API int hipEventCreateWithFlags(void** target, unsigned flags) {
   ENTER("hipEventCreateWithFlags");
-  auto made = std::make_shared<Event>(Event{current_device, flags, nullptr, nullptr});
+  auto event = std::make_shared<Event>(Event{current_device, flags, nullptr, nullptr});
   std::lock_guard<std::mutex> lock(table);
-  events()[made.get()] = made;
-  *target = made.get();
+  events()[event.get()] = event;
+  *target = event.get();
   return Success;
 }
 static std::shared_ptr<Event> event_of(void* handle, const char* call, int& code) {
   std::lock_guard<std::mutex> lock(table);
-  auto found = events().find(handle);
-  if (found != events().end()) return found->second;
+  auto entry = events().find(handle);
+  if (entry != events().end()) return entry->second;
   code = violation(InvalidHandle, "%s of %p, which is no event", call, handle);
   return nullptr;
 }
@@ -1771,8 +1771,8 @@ API int hipMemcpyBatchAsync(void** targets, void** sources, size_t* sizes, size_
   std::vector<Work> parts(count);
   Uses uses;
   auto meet = [&](void** left, size_t i, void** right, size_t j) {
-    auto *one = static_cast<char*>(left[i]), *two = static_cast<char*>(right[j]);
-    return one < two + sizes[j] && two < one + sizes[i];
+    auto *a = static_cast<char*>(left[i]), *b = static_cast<char*>(right[j]);
+    return a < b + sizes[j] && b < a + sizes[i];
   };
   for (size_t i = 0; i < count; i++) {
     if (!sizes[i]) return violation(InvalidValue, "%s: copy %zu has no bytes", call, i);
@@ -1825,8 +1825,8 @@ API int hipStreamWaitValue32(void* handle, void* pointer, uint32_t value, unsign
                      call, KINDS[memory->kind], memory->mapped ? " of another process" : "");
   if (flags > 1 || !mask) return violation(InvalidValue, "%s with flags %u, mask %u", call, flags, mask);
   auto ready = [=] {
-    uint32_t found = __atomic_load_n(static_cast<uint32_t*>(pointer), __ATOMIC_ACQUIRE) & mask;
-    return flags == 1 ? found == value : static_cast<int32_t>(found - value) >= 0;
+    uint32_t word = __atomic_load_n(static_cast<uint32_t*>(pointer), __ATOMIC_ACQUIRE) & mask;
+    return flags == 1 ? word == value : static_cast<int32_t>(word - value) >= 0;
   };
   stream->add({[] {}, ready, {memory}});
   return Success;
@@ -1863,13 +1863,13 @@ API int hipStreamBeginCapture(void* handle, int mode) {
   if (stream->capture || mode < 0 || mode > 2)
     return violation(InvalidValue, "hipStreamBeginCapture on a stream in a capture, or mode %d",
                      mode);
-  auto made = std::make_shared<Capture>();
-  made->id = ++captures;
-  made->mode = mode;
-  made->thread = std::this_thread::get_id();
-  made->origin = stream.get();
-  open_captures().push_back(made);
-  stream->join(made);
+  auto capture = std::make_shared<Capture>();
+  capture->id = ++captures;
+  capture->mode = mode;
+  capture->thread = std::this_thread::get_id();
+  capture->origin = stream.get();
+  open_captures().push_back(capture);
+  stream->join(capture);
   return Success;
 }
 API int hipStreamIsCapturing(void* handle, int* status) {
@@ -1904,7 +1904,7 @@ API int hipStreamEndCapture(void* handle, void** graph) {
   auto& open = open_captures();
   open.erase(std::find(open.begin(), open.end(), capture));
   capture->ended = true;
-  for (auto* one : capture->streams) one->capture = nullptr;
+  for (auto* member : capture->streams) member->capture = nullptr;
   if (capture->invalid) return latch(CaptureInvalidated);
   // Number of nodes per lane that precede the end of the origin; other nodes are not joined.
   std::vector<size_t> joined(capture->lanes.size(), 0), seen(joined);
@@ -1922,16 +1922,16 @@ API int hipStreamEndCapture(void* handle, void** graph) {
     if (joined[lane] < capture->lanes[lane].size())
       return violation(CaptureUnjoined, "hipStreamEndCapture with a stream that was not joined");
   std::lock_guard<std::mutex> held(table);
-  auto made = std::make_unique<Graph>(Graph{capture, false});
-  *graph = made.get();
-  graphs()[*graph] = std::move(made);
+  auto captured = std::make_unique<Graph>(Graph{capture, false});
+  *graph = captured.get();
+  graphs()[*graph] = std::move(captured);
   return Success;
 }
 static Graph* graph_of(void* handle, bool executable, const char* call, int& code) {
   std::lock_guard<std::mutex> lock(table);
-  auto found = graphs().find(handle);
-  if (found != graphs().end() && found->second->executable == executable)
-    return found->second.get();
+  auto entry = graphs().find(handle);
+  if (entry != graphs().end() && entry->second->executable == executable)
+    return entry->second.get();
   code = violation(InvalidHandle, "%s of %p, which is no such graph", call, handle);
   return nullptr;
 }
@@ -1943,9 +1943,9 @@ API int hipGraphInstantiateWithFlags(void** target, void* handle, unsigned long 
   if (!graph) return code;
   if (flags) return latch(InvalidValue);
   std::lock_guard<std::mutex> lock(table);
-  auto made = std::make_unique<Graph>(Graph{graph->capture, true});
-  *target = made.get();
-  graphs()[*target] = std::move(made);
+  auto executable = std::make_unique<Graph>(Graph{graph->capture, true});
+  *target = executable.get();
+  graphs()[*target] = std::move(executable);
   return Success;
 }
 API int hipGraphLaunch(void* handle, void* on) {
@@ -1960,8 +1960,8 @@ API int hipGraphLaunch(void* handle, void* on) {
     for (auto& node : lane)
       for (auto& memory : node.work.uses) {
         std::lock_guard<std::mutex> lock(table);
-        auto found = memories().find(memory->start);
-        if (found == memories().end() || found->second != memory)
+        auto entry = memories().find(memory->start);
+        if (entry == memories().end() || entry->second != memory)
           return violation(InvalidValue, "hipGraphLaunch: %s memory that it uses is gone",
                            KINDS[memory->kind]);
         memory->pending++;
@@ -2001,12 +2001,12 @@ API int hipModuleLoadData(void** module, const void* image) {
 API int hipModuleGetFunction(void** function, void* module, const char* name) {
   ENTER("hipModuleGetFunction");
   std::lock_guard<std::mutex> lock(table);
-  auto found = modules().find(module);
-  if (found == modules().end())
+  auto entry = modules().find(module);
+  if (entry == modules().end())
     return violation(InvalidHandle, "hipModuleGetFunction of %p, which is no module", module);
   if (!ARITHMETIC.count(name) && !KERNELS.count(name)) return latch(NotFound);
-  found->second.push_back(std::make_unique<Function>(Function{name}));
-  *function = found->second.back().get();
+  entry->second.push_back(std::make_unique<Function>(Function{name}));
+  *function = entry->second.back().get();
   return Success;
 }
 API int hipModuleUnload(void* module) {

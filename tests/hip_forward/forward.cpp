@@ -32,13 +32,13 @@
 namespace {
 
 void* driver() {
-  static void* found = [] {
+  static void* library = [] {
     const char* named = getenv("HIP_FORWARD_DRIVER");
-    void* library = dlopen(named && *named ? named : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (!library) fprintf(stderr, "hip forward: %s\n", dlerror());
-    return library;
+    void* opened = dlopen(named && *named ? named : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!opened) fprintf(stderr, "hip forward: %s\n", dlerror());
+    return opened;
   }();
-  return found;
+  return library;
 }
 
 [[noreturn]] void no_function(const char* name) {
@@ -48,17 +48,17 @@ void* driver() {
 
 template <typename Function>
 Function* look_up(const char* name) {
-  auto* found = driver() ? reinterpret_cast<Function*>(dlsym(driver(), name)) : nullptr;
-  if (!found) no_function(name);
-  return found;
+  auto* function = driver() ? reinterpret_cast<Function*>(dlsym(driver(), name)) : nullptr;
+  if (!function) no_function(name);
+  return function;
 }
 
 // Names in cuda.h are macros that add the version of the function.
 #define TEXT(name) #name
-#define DRIVER(name)                                          \
-  ([] {                                                       \
-    static auto* found = look_up<decltype(name)>(TEXT(name)); \
-    return found;                                             \
+#define DRIVER(name)                                             \
+  ([] {                                                          \
+    static auto* function = look_up<decltype(name)>(TEXT(name)); \
+    return function;                                             \
   }())
 
 // Error codes are those of CUDA; codes that HIP lacks become hipErrorUnknown.
@@ -107,12 +107,12 @@ const std::map<int, const char*> NAMES = {
 
 thread_local int last_error = SUCCESS;  // until hipGetLastError
 
-int told(int code) {
+int latch(int code) {
   if (code) last_error = code;
   return code;
 }
 
-int mapped(CUresult result) { return told(NAMES.count(result) ? result : UNKNOWN); }
+int mapped(CUresult result) { return latch(NAMES.count(result) ? result : UNKNOWN); }
 
 #define TRY(expression)                         \
   do {                                          \
@@ -129,15 +129,15 @@ int context_of(int index, CUcontext& context) {
   static std::mutex guard;
   static std::map<int, CUcontext> known;
   std::lock_guard<std::mutex> lock(guard);
-  auto found = known.find(index);
-  if (found == known.end()) {
+  auto entry = known.find(index);
+  if (entry == known.end()) {
     CUdevice device;
     TRY(DRIVER(cuDeviceGet)(&device, index));
-    CUcontext made;
-    TRY(DRIVER(cuDevicePrimaryCtxRetain)(&made, device));
-    found = known.emplace(index, made).first;
+    CUcontext retained;
+    TRY(DRIVER(cuDevicePrimaryCtxRetain)(&retained, device));
+    entry = known.emplace(index, retained).first;
   }
-  context = found->second;
+  context = entry->second;
   return SUCCESS;
 }
 
@@ -166,12 +166,12 @@ constexpr size_t BLOCK = 2 << 20;  // smallest unit that the driver shares, in b
 
 int allocate(void** pointer, size_t nbytes) {
   ENTER();
-  if (!pointer) return told(INVALID_VALUE);
+  if (!pointer) return latch(INVALID_VALUE);
   *pointer = nullptr;
   if (!nbytes) return SUCCESS;
-  CUdeviceptr made = 0;
-  TRY(DRIVER(cuMemAlloc)(&made, (nbytes + BLOCK - 1) / BLOCK * BLOCK));
-  *pointer = reinterpret_cast<void*>(made);
+  CUdeviceptr allocated = 0;
+  TRY(DRIVER(cuMemAlloc)(&allocated, (nbytes + BLOCK - 1) / BLOCK * BLOCK));
+  *pointer = reinterpret_cast<void*>(allocated);
   return SUCCESS;
 }
 
@@ -185,8 +185,8 @@ static_assert(sizeof(CUipcMemHandle) == sizeof(IpcMemHandle));
 // Errors.
 
 API const char* hipGetErrorName(int code) {
-  auto found = NAMES.find(code);
-  return found == NAMES.end() ? NAMES.at(UNKNOWN) : found->second;
+  auto entry = NAMES.find(code);
+  return entry == NAMES.end() ? NAMES.at(UNKNOWN) : entry->second;
 }
 API const char* hipGetErrorString(int code) {
   const char* text = nullptr;
@@ -205,7 +205,7 @@ API int hipGetDeviceCount(int* count) {
   *count = 0;
   if (int code = start()) return code;
   TRY(DRIVER(cuDeviceGetCount)(count));
-  return *count ? SUCCESS : told(NO_DEVICE);
+  return *count ? SUCCESS : latch(NO_DEVICE);
 }
 API int hipSetDevice(int index) {
   if (int code = start()) return code;
@@ -231,7 +231,7 @@ API int hipDeviceGetAttribute(int* value, int attribute, int index) {
     case 69: wanted = CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID; break;
     case 10013: wanted = CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS; break;  // wait values
     case 10017: *value = 1'000'000; return SUCCESS;  // kHz of the clock that kernels read: 1 ns
-    default: return told(INVALID_VALUE);
+    default: return latch(INVALID_VALUE);
   }
   TRY(DRIVER(cuDeviceGetAttribute)(value, wanted, device));
   return SUCCESS;
@@ -246,7 +246,7 @@ API int hipDeviceCanAccessPeer(int* can, int index, int peer) {
 }
 API int hipDeviceEnablePeerAccess(int peer, unsigned flags) {
   ENTER();
-  if (flags) return told(INVALID_VALUE);
+  if (flags) return latch(INVALID_VALUE);
   CUcontext context = nullptr;
   if (int code = context_of(peer, context)) return code;
   return mapped(DRIVER(cuCtxEnablePeerAccess)(context, 0));
@@ -256,7 +256,7 @@ API int hipDeviceEnablePeerAccess(int peer, unsigned flags) {
 
 API int hipMalloc(void** pointer, size_t nbytes) { return allocate(pointer, nbytes); }
 API int hipExtMallocWithFlags(void** pointer, size_t nbytes, unsigned flags) {
-  if (flags > 3 || (flags == 2 && nbytes != 8)) return told(INVALID_VALUE);
+  if (flags > 3 || (flags == 2 && nbytes != 8)) return latch(INVALID_VALUE);
   return allocate(pointer, nbytes);
 }
 API int hipHostMalloc(void** pointer, size_t nbytes, unsigned) {
@@ -279,12 +279,12 @@ API int hipIpcGetMemHandle(IpcMemHandle* handle, void* pointer) {
 }
 API int hipIpcOpenMemHandle(void** pointer, IpcMemHandle handle, unsigned flags) {
   ENTER();
-  CUipcMemHandle given;
-  memcpy(&given, &handle, sizeof given);
-  CUdeviceptr found = 0;
+  CUipcMemHandle driver_handle;
+  memcpy(&driver_handle, &handle, sizeof driver_handle);
+  CUdeviceptr address = 0;
   *pointer = nullptr;
-  TRY(DRIVER(cuIpcOpenMemHandle)(&found, given, flags));
-  *pointer = reinterpret_cast<void*>(found);
+  TRY(DRIVER(cuIpcOpenMemHandle)(&address, driver_handle, flags));
+  *pointer = reinterpret_cast<void*>(address);
   return SUCCESS;
 }
 API int hipIpcCloseMemHandle(void* pointer) {
@@ -347,11 +347,11 @@ API int hipMemcpyAsync(void* target, const void* source, size_t nbytes, int kind
 API int hipMemcpyPeerAsync(void* target, int to, const void* source, int from, size_t nbytes,
                            CUstream stream) {
   ENTER();
-  CUcontext there = nullptr, here = nullptr;
-  if (int code = context_of(to, there)) return code;
-  if (int code = context_of(from, here)) return code;
-  return mapped(
-      DRIVER(cuMemcpyPeerAsync)(at(target), there, at(source), here, nbytes, stream));
+  CUcontext target_context = nullptr, source_context = nullptr;
+  if (int code = context_of(to, target_context)) return code;
+  if (int code = context_of(from, source_context)) return code;
+  return mapped(DRIVER(cuMemcpyPeerAsync)(at(target), target_context, at(source), source_context,
+                                          nbytes, stream));
 }
 API int hipMemcpy2DAsync(void* target, size_t target_pitch, const void* source,
                          size_t source_pitch, size_t width, size_t height, int kind,
@@ -379,20 +379,20 @@ API int hipStreamWriteValue32(CUstream stream, void* pointer, uint32_t value, un
 API int hipStreamWaitValue32(CUstream stream, void* pointer, uint32_t value, unsigned flags,
                              uint32_t mask) {
   ENTER();
-  if (mask != UINT32_MAX || flags > 3) return told(NOT_SUPPORTED);
+  if (mask != UINT32_MAX || flags > 3) return latch(NOT_SUPPORTED);
   static std::mutex guard;
   static std::map<CUdevice, unsigned> known;  // flags of the waits of a device
   CUdevice device;
   TRY(DRIVER(cuCtxGetDevice)(&device));
   {
     std::lock_guard<std::mutex> lock(guard);
-    auto found = known.find(device);
-    if (found == known.end()) {
+    auto entry = known.find(device);
+    if (entry == known.end()) {
       int can = 0;
       DRIVER(cuDeviceGetAttribute)(&can, CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, device);
-      found = known.emplace(device, can ? unsigned(CU_STREAM_WAIT_VALUE_FLUSH) : 0u).first;
+      entry = known.emplace(device, can ? unsigned(CU_STREAM_WAIT_VALUE_FLUSH) : 0u).first;
     }
-    flags |= found->second;
+    flags |= entry->second;
   }
   return mapped(DRIVER(cuStreamWaitValue32)(stream, at(pointer), value, flags));
 }
@@ -422,18 +422,18 @@ API int hipStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
 API int hipStreamGetCaptureInfo(CUstream stream, CUstreamCaptureStatus* status,
                                 unsigned long long* id) {
   ENTER();
-  cuuint64_t found = 0;
+  cuuint64_t capture = 0;
 #if CUDA_VERSION >= 13000
-  TRY(DRIVER(cuStreamGetCaptureInfo)(stream, status, &found, nullptr, nullptr, nullptr, nullptr));
+  TRY(DRIVER(cuStreamGetCaptureInfo)(stream, status, &capture, nullptr, nullptr, nullptr, nullptr));
 #else
-  TRY(DRIVER(cuStreamGetCaptureInfo)(stream, status, &found, nullptr, nullptr, nullptr));
+  TRY(DRIVER(cuStreamGetCaptureInfo)(stream, status, &capture, nullptr, nullptr, nullptr));
 #endif
-  if (id) *id = found;
+  if (id) *id = capture;
   return SUCCESS;
 }
-API int hipGraphInstantiateWithFlags(CUgraphExec* made, CUgraph graph, unsigned long long flags) {
+API int hipGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph, unsigned long long flags) {
   ENTER();
-  return mapped(DRIVER(cuGraphInstantiateWithFlags)(made, graph, flags));
+  return mapped(DRIVER(cuGraphInstantiateWithFlags)(exec, graph, flags));
 }
 API int hipGraphLaunch(CUgraphExec graph, CUstream stream) {
   ENTER();
