@@ -1,1 +1,1 @@
-"""Scripts that measure ficco, and fit rates to what was measured; run from a checkout."""
+"""Scripts that measure ficco and fit rates to the measurements; run them from a checkout."""

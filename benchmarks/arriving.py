@@ -1,13 +1,12 @@
-"""Time the experts' product of ``examples/arriving_experts.py`` behind an all-gather on one GPU,
-whose words are written when a link would bring the rows; writes ``arriving.csv`` and
-``arriving.md`` to a folder.
+"""Time the experts' product of ``examples/arriving_experts.py`` on one GPU that replays a gather.
 
     python -m benchmarks.arriving FOLDER
 
-A second stream plays the peers. Its clock is the copy engine: before each word comes a copy from
-the host that takes as long as is left until then. Two ways are timed in shuffled rounds, the host
-ahead: one kernel that waits for words, and the whole all-gather, a permutation of the tokens and
-``torch.nn.functional.grouped_mm``. The traffic of the link itself is not in it.
+Writes ``arriving.csv`` and ``arriving.md``. A second stream replaces the peers: it writes the word
+of a piece when a link would bring its rows. Its clock is the copy engine: a copy from the host that
+takes the remaining time precedes each word. Shuffled rounds compare one kernel that waits for words
+with the complete all-gather, a permutation of the tokens and ``torch.nn.functional.grouped_mm``.
+The host runs ahead of the GPU. The traffic of the link is not replayed.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ AHEAD = 4_000_000
 
 
 def seconds_of(call: Callable[[], Any], ahead: int = AHEAD) -> float:
-    """Of a call on the current stream, the host ahead."""
+    """Seconds of a call on the current stream, with the host ahead of the GPU."""
     torch.cuda._sleep(ahead)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -52,49 +51,49 @@ def seconds_of(call: Callable[[], Any], ahead: int = AHEAD) -> float:
 
 
 class Courier:
-    """Writes words at given times after an event of the current stream."""
+    """Write words at chosen times after the current work of the current stream."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
         self.host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
-        self.room = torch.empty_like(self.host, device="cuda")
+        self.buffer = torch.empty_like(self.host, device="cuda")
         word = torch.zeros(1, dtype=torch.int32, device="cuda")
 
-        def several(nbytes: int) -> None:
+        def eight_copies(nbytes: int) -> None:
             for _ in range(8):
                 self.send(nbytes, word)
 
         sizes = [64 << 10, 256 << 10, 1 << 20, 4 << 20]
         with torch.cuda.stream(self.stream):
             seconds = [
-                median(seconds_of(lambda n=n: several(n), AHEAD // 8) for _ in range(9)) / 8
+                median(seconds_of(lambda n=n: eight_copies(n), AHEAD // 8) for _ in range(9)) / 8
                 for n in sizes
             ]
         seconds_a_byte, self.least = np.polyfit(sizes, seconds, 1)
         self.rate = 1 / seconds_a_byte
 
     def send(self, nbytes: int, word: torch.Tensor) -> None:
-        """Copy so many bytes, then write a word."""
+        """Copy ``nbytes`` bytes, then write a word."""
         while nbytes > 0:
-            part = min(nbytes, len(self.room))
-            self.room[:part].copy_(self.host[:part], non_blocking=True)
+            part = min(nbytes, len(self.buffer))
+            self.buffer[:part].copy_(self.host[:part], non_blocking=True)
             nbytes -= part
         (error,) = driver.cuStreamWriteValue32(self.stream.cuda_stream, word.data_ptr(), 1, 0)
         assert not int(error), error
 
     def go(self, words: torch.Tensor, times: list[float]) -> None:
-        """Write the words one by one; ``times`` are in seconds from now on."""
+        """Write the words in order; ``times`` are in seconds from now."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             now = 0.0
-            for word, at in enumerate(times):
-                nbytes = max(4, int((at - now - self.least) * self.rate))
+            for word, due in enumerate(times):
+                nbytes = max(4, int((due - now - self.least) * self.rate))
                 self.send(nbytes, words[word])
                 now += self.least + nbytes / self.rate
 
 
 def measure(courier: Courier, world: int, experts: int, tokens: int) -> dict[str, Any]:
-    """Median seconds of both ways, of the kernel with all rows there, and the paired ratio."""
+    """Sizes, median times of all variants, and paired ratios of serial to arriving."""
     n, each, device = FFN // world, tokens // world, torch.device("cuda", 0)
     torch.manual_seed(tokens + experts)
     a = torch.randn(tokens, K, device=device, dtype=torch.bfloat16)
@@ -107,7 +106,7 @@ def measure(courier: Courier, world: int, experts: int, tokens: int) -> dict[str
     turn = example.turns(pieces, tokens, device)
     order = example.order_of(choice, turn, experts, n, K, block)
     words = torch.zeros(len(pieces), dtype=torch.int32, device=device)
-    there = torch.ones_like(words)
+    arrived = torch.ones_like(words)
     slots = choice.flatten().long().argsort(stable=True)
     offsets = torch.bincount(choice.flatten().long(), minlength=experts).cumsum(0).int()
     source = slots // 2
@@ -125,25 +124,25 @@ def measure(courier: Courier, world: int, experts: int, tokens: int) -> dict[str
         return multiplied()
 
     def at_once() -> torch.Tensor:
-        return example.product(a, there, weights, order, block)
+        return example.product(a, arrived, weights, order, block)
 
-    ways = {"arriving": arriving, "serial": serial, "at once": at_once, "grouped_mm": multiplied}
-    one, two = arriving().view(tokens * 2, n)[slots].float(), serial().float()
-    wrong = ((one - two).norm() / two.norm()).item()
-    assert wrong < 2e-3, wrong  # both round once to bfloat16
-    del one, two
-    found: dict[str, list[float]] = {way: [] for way in ways}
+    calls = {"arriving": arriving, "serial": serial, "at once": at_once, "grouped_mm": multiplied}
+    result, expected = arriving().view(tokens * 2, n)[slots].float(), serial().float()
+    error = ((result - expected).norm() / expected.norm()).item()
+    assert error < 2e-3, error  # both round once to bfloat16
+    del result, expected
+    timed: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(WARM_UP + ROUNDS):
-        for way in random.sample(list(ways), len(ways)):
+        for name in random.sample(list(calls), len(calls)):
             words.zero_()
             torch.cuda.synchronize()
-            found[way].append(seconds_of(ways[way]))
-    found = {way: seconds[WARM_UP:] for way, seconds in found.items()}
-    ratios = [one / two for one, two in zip(found["serial"], found["arriving"], strict=True)]
-    facts = {"world": world, "experts": experts, "tokens": tokens, "n": n}
-    medians = {f"{way} us": median(seconds) * 1e6 for way, seconds in found.items()}
-    shares = {"speed-up": median(ratios), "worst": min(ratios)}
-    return {**facts, "last arrival us": times[-1] * 1e6, **medians, **shares}
+            timed[name].append(seconds_of(calls[name]))
+    timed = {name: seconds[WARM_UP:] for name, seconds in timed.items()}
+    ratios = [slow / fast for slow, fast in zip(timed["serial"], timed["arriving"], strict=True)]
+    sizes = {"world": world, "experts": experts, "tokens": tokens, "n": n}
+    medians = {f"{name} us": median(seconds) * 1e6 for name, seconds in timed.items()}
+    speeds = {"speed-up": median(ratios), "worst": min(ratios)}
+    return {**sizes, "last arrival us": times[-1] * 1e6, **medians, **speeds}
 
 
 def main(folder: Path) -> None:

@@ -1,11 +1,11 @@
-"""Times of the first calls of each kind in a new process, and what the very first one does.
+"""Times of the first calls of each kind in a new process, and a profile of the very first call.
 
     torchrun --nproc-per-node 2 -m benchmarks.first_calls [--prepare] [--profile]
 
-Prints milliseconds of six calls of each kind, synchronised in between. A second run has warm caches
-on disk. ``--prepare`` calls ``ficco.prepare`` for all kinds before the first call, and prints its
-time. ``--profile`` prints the functions of the very first call by their cumulative time; the
-profiler makes that call slower.
+Prints milliseconds of six calls of each kind; the ranks synchronise between calls. A second run has
+warm caches on disk. ``--prepare`` calls ``ficco.prepare`` for all kinds before the first call, and
+prints its time. ``--profile`` prints the functions of the very first call by cumulative time; the
+profiler slows that call down.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import ficco  # noqa: E402
 FICCO = time.perf_counter()
 
 CALLS = 6
-#: Functions that a profile prints.
+#: Number of functions that a profile prints.
 FUNCTIONS = 60
 
 
@@ -55,7 +55,7 @@ def kinds(device: torch.device, world: int) -> dict[str, Callable[[], object]]:
 
 
 def synchronised(call: Callable[[], object]) -> float:
-    """Milliseconds of a call that begins with idle devices on all ranks, until its work is over."""
+    """Milliseconds of a call from idle devices on all ranks to the end of its work."""
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
@@ -71,20 +71,20 @@ def main(arguments: list[str]) -> None:
     dist.init_process_group("nccl", device_id=device)
     dist.all_reduce(torch.ones(1, device=device))
     torch.cuda.synchronize()
-    first, rank = time.perf_counter(), dist.get_rank()
+    ready, rank = time.perf_counter(), dist.get_rank()
     calls = kinds(device, dist.get_world_size())
     lines = [
         f"import torch {TORCH - BEGIN:.2f} s, import ficco {FICCO - TORCH:.2f} s, NCCL "
-        f"{first - FICCO:.2f} s"
+        f"{ready - FICCO:.2f} s"
     ]
     if "--prepare" in arguments:
-        every = list(calls.values())
-        seconds = synchronised(lambda: ficco.prepare(lambda: [call() for call in every])) / 1e3
+        functions = list(calls.values())
+        seconds = synchronised(lambda: ficco.prepare(lambda: [call() for call in functions])) / 1e3
         lines.append(f"ficco.prepare {seconds:.2f} s")
     profile = cProfile.Profile()
     if "--profile" in arguments:
-        one = next(iter(calls.values()))
-        synchronised(lambda: profile.runcall(one))
+        first_call = next(iter(calls.values()))
+        synchronised(lambda: profile.runcall(first_call))
     for name, call in calls.items():
         times = [synchronised(call) for _ in range(CALLS)]
         lines.append(f"{name}: " + ", ".join(f"{ms:.2f}" for ms in times))

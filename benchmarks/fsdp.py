@@ -1,10 +1,9 @@
-"""Times a step of FSDP2 on stacks of Llama-8B blocks, a GPU each rank: with PyTorch's collectives,
-in any memory or in NCCL's (``--variants``), and with ``ficco.fsdp``, gathers alone and with
-reduce-scatters: ``torchrun --nproc-per-node 2 -m benchmarks.fsdp FOLDER``.
+"""Times of a step of FSDP2 on stacks of Llama-8B blocks, with one GPU per rank.
 
-Writes ``steps.csv`` (a row for each variant of each shuffled round) and ``products.csv`` (products
-alone, and during gathers). A variant is timed only if its losses are those of PyTorch's collectives
-to the last bit, and its hooks gather and sum whole numbers exactly.
+``torchrun --nproc-per-node 2 -m benchmarks.fsdp FOLDER`` compares PyTorch's collectives, in any
+memory or in NCCL's (``--variants``), with ``ficco.fsdp``: gathers only, or also reduce-scatters.
+Writes ``steps.csv``, a row for each variant and shuffled round, and ``products.csv``, products with
+and without gathers. A variant's losses must equal the baseline's bitwise; its hooks must be exact.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WIDTH, HIDDEN = CASE.hidden, CASE.inner
 BASELINE = "pytorch"
 
 
-#: By name of a variant, how a model is prepared after ``fully_shard``.
+#: Functions that prepare a model after ``fully_shard``, by name of the variant.
 VARIANTS: dict[str, Callable[[Any], Any]] = {
     BASELINE: lambda model: None,
     "registered": registered,
@@ -52,15 +51,15 @@ def step(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def exact(model: Any, device: torch.device) -> None:
-    """Whole numbers that depend on the step and the rank, through the hooks of the first block."""
+    """Check the hooks of the first block on integers that depend on the turn and the rank."""
     rank, world, count = dist.get_rank(), dist.get_world_size(), 3_000_001
     (group,) = fsdp._param_groups(model[0])
     gathers, sums = group._all_gather_comm, group._reduce_scatter_comm
     ranks = group._all_gather_process_group
     for turn in range(4):
         slices = [
-            (torch.arange(count, device=device) * (turn + 3) + 17 * one) % 251
-            for one in range(world)
+            (torch.arange(count, device=device) * (turn + 3) + 17 * peer) % 251
+            for peer in range(world)
         ]
         if isinstance(gathers, fsdp.Gathers):
             out = gathers.allocate((count * world,), dtype=torch.bfloat16, device=device)
@@ -68,7 +67,7 @@ def exact(model: Any, device: torch.device) -> None:
             gathers(out, own, ranks)
             assert torch.equal(out.float(), torch.cat(slices).float()), f"gather {turn}"
         if isinstance(sums, fsdp.GradientSums):
-            source = torch.cat([one + 1000 * rank for one in slices]).float()
+            source = torch.cat([part + 1000 * rank for part in slices]).float()
             summed = torch.empty(count, device=device)
             sums(summed, source, ranks, dist.ReduceOp.AVG)
             mean = slices[rank].float() + 1000 * (world - 1) / 2
@@ -82,7 +81,7 @@ def largest(seconds: float, device: torch.device) -> float:
 
 
 def steps(models: dict[str, Any], tokens: int, rounds: int, device: torch.device) -> list[Any]:
-    """Rows of tokens, round, variant, milliseconds of the slowest rank, and of its host alone."""
+    """Rows of tokens, round, variant, milliseconds of the slowest rank and of the slowest host."""
     rank, shuffle, rows = dist.get_rank(), random.Random(tokens), []
     torch.manual_seed(100 + rank)
     x = torch.randn(1, tokens, WIDTH, device=device, dtype=torch.bfloat16)
@@ -106,15 +105,15 @@ def steps(models: dict[str, Any], tokens: int, rounds: int, device: torch.device
             step(models[name], x)
             host = time.perf_counter() - begin
             torch.cuda.synchronize()
-            whole = time.perf_counter() - begin
-            times = [largest(one, device) * 1e3 for one in (whole, host)]
+            total = time.perf_counter() - begin
+            times = [largest(seconds, device) * 1e3 for seconds in (total, host)]
             if turn > 1:
                 rows.append((tokens, turn - 2, name, *times))
     return rows
 
 
 def products(models: dict[str, Any], rounds: int, device: torch.device) -> list[Any]:
-    """Rows of round, variant and milliseconds of products on the GPU, alone or during gathers."""
+    """Rows of round, variant and milliseconds of products, without gathers or during gathers."""
     a = torch.randn(8192, WIDTH, device=device, dtype=torch.bfloat16)
     b = torch.randn(WIDTH, HIDDEN, device=device, dtype=torch.bfloat16)
     side, shuffle, rows = torch.cuda.Stream(priority=-1), random.Random(1), []
@@ -132,9 +131,9 @@ def products(models: dict[str, Any], rounds: int, device: torch.device) -> list[
                 with torch.cuda.stream(side):
                     for _ in range(20):
                         size = (count * dist.get_world_size(),)
-                        whole = gathers.allocate(size, dtype=torch.bfloat16, device=device)
-                        own = whole.narrow(0, count * dist.get_rank(), count)
-                        gathers(output_tensor=whole, input_tensor=own, group=ranks)
+                        gathered = gathers.allocate(size, dtype=torch.bfloat16, device=device)
+                        own = gathered.narrow(0, count * dist.get_rank(), count)
+                        gathers(output_tensor=gathered, input_tensor=own, group=ranks)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(5):
@@ -159,8 +158,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--blocks", type=int, default=BLOCKS)
     parser.add_argument("--rounds", type=int, default=9)
-    names, usual = [*VARIANTS], [BASELINE, "gathers", "both"]
-    parser.add_argument("--variants", nargs="+", choices=names, default=usual)
+    names, default = [*VARIANTS], [BASELINE, "gathers", "both"]
+    parser.add_argument("--variants", nargs="+", choices=names, default=default)
     parser.add_argument("--limit", type=float, default=120, help="seconds until stacks are printed")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.limit, exit=True)
@@ -169,7 +168,7 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     ficco.set_options(timeout_s=30)
     models = {}
-    for name, prepare in VARIANTS.items():  # in this order: symmetric memory keeps its backend
+    for name, prepare in VARIANTS.items():  # the order matters: symmetric memory keeps its backend
         if name in args.variants:
             models[name] = stack(CASE, device, args.blocks)
             report = prepare(models[name])
@@ -181,19 +180,19 @@ def main() -> None:
     rows = []
     for tokens in args.tokens:
         rows += steps(models, tokens, args.rounds, device)
-    others = products(models, args.rounds, device)
+    mm_rows = products(models, args.rounds, device)
     if dist.get_rank() == 0:
         args.folder.mkdir(parents=True, exist_ok=True)
         write(args.folder / "steps.csv", ("tokens", "round", "variant", "ms", "host_ms"), rows)
-        write(args.folder / "products.csv", ("round", "variant", "ms"), others)
+        write(args.folder / "products.csv", ("round", "variant", "ms"), mm_rows)
         for tokens in args.tokens:
             for name in models:
-                mine = {r: ms for t, r, n, ms, _ in rows if (t, n) == (tokens, name)}
+                times = {r: ms for t, r, n, ms, _ in rows if (t, n) == (tokens, name)}
                 base = {r: ms for t, r, n, ms, _ in rows if (t, n) == (tokens, BASELINE)}
-                ratio = median(mine[r] / base[r] for r in base)
-                print(tokens, name, f"{median(mine.values()):.2f} ms, {ratio:.3f} of {BASELINE}")
+                ratio = median(times[r] / base[r] for r in base)
+                print(tokens, name, f"{median(times.values()):.2f} ms, {ratio:.3f} of {BASELINE}")
         for name in ("alone", *models):
-            print("products", name, f"{median(ms for _, n, ms in others if n == name):.3f} ms")
+            print("products", name, f"{median(ms for _, n, ms in mm_rows if n == name):.3f} ms")
         print("symmetric memory:", ficco.memory() >> 20, "MiB", flush=True)
     faulthandler.cancel_dump_traceback_later()
     ficco.close()

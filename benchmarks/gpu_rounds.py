@@ -1,4 +1,4 @@
-"""The timing loop of the benches on GPUs: rounds in shuffled order, the host ahead."""
+"""Timing loop of the benchmarks on GPUs: rounds in shuffled order, with the host ahead."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROUNDS, WARM_UP = 12, 2
 
 
 class Staged(NamedTuple):
-    """A call that others prepare: ``prepare`` comes before the pause in which the host gets ahead,
-    ``start`` right before the clock starts."""
+    """A call with preparations: ``prepare`` runs before the GPU sleeps and the host gets ahead,
+    ``start`` immediately before the clock starts."""
 
     call: Callable[[], object]
     prepare: Callable[[], object]
@@ -31,7 +31,7 @@ def rounds(
     count: int = ROUNDS,
     warm_up: int = WARM_UP,
 ) -> dict[Any, list[float]]:
-    """Microseconds of each call in each round after those to warm up. Ranks have the same order."""
+    """Microseconds of each call in each round after the warm-up. All ranks use the same order."""
     rng, names = random.Random(5), list(calls)
     times: dict[Any, list[float]] = {name: [] for name in names}
     for number in range(count):
@@ -57,7 +57,7 @@ def rounds(
 
 
 def replayed(call: Callable[[], object]) -> Callable[[], object]:
-    """Replays of a graph of a call."""
+    """Capture a call in a graph and return the replay of the graph."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

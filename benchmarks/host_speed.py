@@ -1,6 +1,6 @@
-"""What ficco may cost the host, measured: `make speed`. Run it on a quiet machine.
+"""Host time that ficco takes, compared with limits: `make speed`. Run it on a quiet machine.
 
-Prints one line for each limit; exits with 1 if one is exceeded. Each figure is the best of five.
+Prints one line per limit; exits with 1 if a figure exceeds it. Each figure is the best of five.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ print(time.perf_counter() - begin)
 
 
 class Limit(NamedTuple):
-    """A figure in seconds, and the most that it may be on a quiet core."""
+    """A figure in seconds, and its limit on a quiet core."""
 
-    what: str
+    name: str
     seconds: float
     limit: float
 
 
 def best(call: Callable[[], object], repeats: int = 5, calls: int = 1) -> float:
-    """Seconds of one call, in the best of several repeats."""
+    """Seconds per call of the fastest of several repeats."""
     times = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -68,7 +68,7 @@ def deciding() -> Iterator[Limit]:
     assert machine is not None
     machine = replace(machine, tiled=machine.tiled or machine.gemm)
     for operator in OPERATORS:
-        # A size that was not seen before for each repeat.
+        # Each repeat takes a new size, whose decision is not cached.
         new = iter([problem_of_sizes(operator, m, 4096, 4096, "bfloat16", 4) for m in SIZES])
         yield Limit(f"decide: {operator}", best(partial(decide_next, new, machine)), 0.05)
 
@@ -106,10 +106,10 @@ def calling() -> Iterator[Limit]:
 def main() -> int:
     exceeded = 0
     for measure in (importing, deciding, planning, calling):
-        for what, seconds, limit in measure():
+        for name, seconds, limit in measure():
             exceeded += seconds > limit
             text = f"{seconds * 1e3:10.4f} ms of {limit * 1e3:8.3f}"
-            print(f"{text}  {what}{'  EXCEEDED' * (seconds > limit)}", flush=True)
+            print(f"{text}  {name}{'  EXCEEDED' * (seconds > limit)}", flush=True)
     return min(exceeded, 1)
 
 

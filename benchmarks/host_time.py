@@ -4,10 +4,10 @@
 
 Each figure is the median of paired rounds, in microseconds, of the slower rank. NCCL followed by
 ``torch.mm``, PyTorch's fused operator and ficco's schedules take turns in a shuffled order, which
-is the same on all ranks. ``host`` is the time until a call returns while the device is idle, the
-third of three calls in a row; ``idle`` is the time from the first work of a call on the device to
-its last. The last lines compare ``auto`` with the faster of the other libraries. No schedule is
-fitted to the shapes of ``UNSEEN``.
+is the same on all ranks. ``host`` is the time until the third of three calls in a row returns, from
+an idle device. ``idle`` is the time from the first to the last work of a call on the device. The
+last lines compare ``auto`` with the faster of the other libraries. No schedule is fitted to the
+shapes of ``UNSEEN``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 class Row(NamedTuple):
-    """A figure: what was timed, how, on which shape, and microseconds."""
+    """A figure: operator, mode, shape, timed call, and microseconds."""
 
     operator: str
     mode: str
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 def gathers(m: int, n: int, k: int, world: int, device: torch.device) -> Calls:
-    """Ways to multiply the gathered rows."""
+    """Calls that multiply the gathered rows, by name."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     symmetric = symmetric_memory.empty(m // world, k, dtype=torch.bfloat16, device=device)
     symmetric_memory.rendezvous(symmetric, name)
@@ -65,9 +65,9 @@ def gathers(m: int, n: int, k: int, world: int, device: torch.device) -> Calls:
     b = torch.randn(n, k, dtype=torch.bfloat16, device=device).t()
 
     def library() -> torch.Tensor:
-        whole = a.new_empty(m, k)
-        dist.all_gather_into_tensor(whole, a)
-        return torch.mm(whole, b)
+        gathered = a.new_empty(m, k)
+        dist.all_gather_into_tensor(gathered, a)
+        return torch.mm(gathered, b)
 
     calls: Calls = {
         LIBRARY: library,
@@ -79,7 +79,7 @@ def gathers(m: int, n: int, k: int, world: int, device: torch.device) -> Calls:
 
 
 def scatters(m: int, n: int, k: int, world: int, device: torch.device) -> Calls:
-    """Ways to scatter the sum of all ranks' products."""
+    """Calls that scatter the sum of all ranks' products, by name."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     a = torch.randn(m, k // world, dtype=torch.bfloat16, device=device)
     b = torch.randn(n, k // world, dtype=torch.bfloat16, device=device).t()
@@ -102,22 +102,22 @@ OPERATORS = {"all_gather_matmul": gathers, "matmul_reduce_scatter": scatters}
 
 
 def slowest(value: float) -> float:
-    """The largest of all ranks' values."""
+    """The largest value of all ranks."""
     shared = torch.tensor([value], dtype=torch.float64, device="cuda")
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return float(shared.item())
 
 
-def together() -> None:
-    """Let all ranks begin at the same time, with idle devices."""
+def synchronise() -> None:
+    """Make all ranks begin at the same time, with idle devices."""
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
 
 
 def host(call: Callable[[], object]) -> float:
-    """Microseconds until a call returns."""
-    together()
+    """Microseconds until a call returns, the third in a row."""
+    synchronise()
     call(), call()
     begin = time.perf_counter()
     call()
@@ -126,7 +126,7 @@ def host(call: Callable[[], object]) -> float:
 
 def idle(call: Callable[[], object]) -> float:
     """Microseconds of a call on a device that waits for its host."""
-    together()
+    synchronise()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     call()
@@ -136,9 +136,9 @@ def idle(call: Callable[[], object]) -> float:
 
 
 def usable(calls: Calls) -> Calls:
-    """The calls that run on all ranks, warm."""
+    """Warm up all calls and return those that run on all ranks."""
     served = {}
-    # A later kind may need larger slots, which frees the programs of the kinds before it.
+    # A later kind may need larger slots, which frees the programs of earlier kinds.
     for name, call in [*calls.items()] * 2:
         failed = 0.0
         try:
@@ -167,12 +167,12 @@ def timed(calls: Calls, time_of: Callable[[Callable[[], object]], float]) -> dic
 
 def measure(rank: int, world: int, device: torch.device) -> list[Row]:
     rows: list[Row] = []
-    for operator, ways in OPERATORS.items():
+    for operator, candidates in OPERATORS.items():
         for mode, time_of, shapes in (("host", host, SHAPES), ("idle", idle, UNSEEN)):
             for shape in shapes:
-                took = timed(usable(ways(*shape, world, device)), time_of)
-                rows += [Row(operator, mode, *shape, name, us) for name, us in took.items()]
-                line = ", ".join(f"{name} {us:.1f}" for name, us in took.items())
+                times = timed(usable(candidates(*shape, world, device)), time_of)
+                rows += [Row(operator, mode, *shape, name, us) for name, us in times.items()]
+                line = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
                 if rank == 0:
                     print(f"{operator} {mode} {shape}: {line}", flush=True)
     return rows

@@ -1,15 +1,15 @@
-"""Times calls of ranks on several hosts over a wire of a given rate, on one machine.
+"""Times of calls between hosts over a wire of a chosen rate, measured on one machine.
 
     sudo python -m benchmarks.hosts FOLDER
 
-Hosts are network namespaces: on a bridge, each one's link limited by ``tc tbf``, or with a delay
-behind :mod:`tests.slow_wire`, which takes half a core. Their ranks share no memory with those of
-others: gloo goes over the wire, copies inside. Ranks have a thread each. Results are compared
-exactly first. Every round calls all candidates in a new order; a round's time is the slowest
-rank's. Writes ``hosts.csv``: for each shape and candidate the median, that of the product alone and
-of the collective alone, and two shares of it: what the longer of product and collective takes, and
-what the longer of the product and the bytes over the wire's rate takes. Needs the right to make
-namespaces, ``ip`` and ``tc``.
+Hosts are network namespaces. Each has a link to a bridge, limited by ``tc tbf``; with a delay
+:mod:`tests.slow_wire` joins the hosts, which takes half a core. Ranks of different hosts share no
+memory: gloo uses the wire, and copies stay within a host. A rank has one thread. The first results
+are compared exactly. Every round calls all candidates in a new order; the time of a round is that
+of the slowest rank. Writes ``hosts.csv``: the median of each shape and candidate, also of the
+product and of the collective by itself, and two bounds as shares of the median: the longer of
+product and collective, and the longer of product and bytes / rate of the wire. Needs ``ip``, ``tc``
+and the right to create namespaces.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ import torch.distributed as dist
 import ficco
 from tests.slow_wire import enter, namespace, sh, slow_wire
 
-#: m, n, k of all-gathers; of reduce-scatters n and k are exchanged. At 200 MB/s and about 70
-#: GFLOP/s a rank, what crosses takes about as long as the product.
+#: m, n, k of all-gathers; reduce-scatters exchange n and k. At 200 MB/s and about 70 GFLOP/s per
+#: rank the transfer takes about as long as the product.
 SHAPES = ((2048, 320, 2048), (4096, 320, 1024), (1024, 320, 4096), (3072, 384, 2048))
 COLUMNS = "operator", "m", "n", "k", "candidate", "median_ms", "of_collective", "of_wire"
 
 
 @contextmanager
 def shaped(names: list[str], rate: float) -> Iterator[None]:
-    """A device ``wire`` of so many MB/s each way in each namespace, on a bridge."""
+    """Connect a device ``wire`` in each namespace to a bridge, at ``rate`` MB/s each way."""
     bridge = f"ficco{os.getpid()}"
     sh(f"ip link add {bridge} type bridge")
     try:
@@ -57,31 +57,31 @@ def shaped(names: list[str], rate: float) -> Iterator[None]:
             sh(f"ip netns exec {name} tc qdisc add dev wire root {limit}")
         yield
     finally:
-        for link in (*names, bridge):  # a namespace goes later, with its last process
+        for link in (*names, bridge):  # a namespace ends later, with its last process
             subprocess.run(["ip", "link", "del", link])
 
 
 def measured(operator: str, shape: tuple[int, int, int], arguments: Any) -> dict[str, float]:
-    """Median seconds of the product alone, of the collective alone, and of calls by schedule."""
+    """Median seconds of the product, of the collective, and of calls by schedule."""
     (m, n, k), gathers = shape, operator == "all_gather_matmul"
     rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)  # small integers, which have one right product
+    torch.manual_seed(rank)  # small integers, whose product is exact
     rows = m // world if gathers else m
     a, b = (torch.randint(-3, 4, size).float() for size in ((rows, k), (k, n)))
-    whole = torch.empty(m, k) if gathers else a @ b
+    full = torch.empty(m, k) if gathers else a @ b
     part, left = torch.empty(m // world, n), torch.ones(m, k)
 
     def collective() -> None:
         if gathers:
-            dist.all_gather_into_tensor(whole, a)
+            dist.all_gather_into_tensor(full, a)
         else:
-            dist.reduce_scatter_tensor(part, whole)
+            dist.reduce_scatter_tensor(part, full)
 
     function = getattr(ficco, operator)
     names = {name: partial(function, a, b, schedule=name) for name in arguments.schedules}
     collective()
     for call in names.values():
-        torch.testing.assert_close(call(), whole @ b if gathers else part, rtol=0, atol=0)
+        torch.testing.assert_close(call(), full @ b if gathers else part, rtol=0, atol=0)
     calls = {"product": partial(torch.mm, left, b), "collective": collective, **names}
     times: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
@@ -94,7 +94,7 @@ def measured(operator: str, shape: tuple[int, int, int], arguments: Any) -> dict
             slowest = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             times[name].append(float(slowest))
-    return {name: median(some[1:]) for name, some in times.items()}
+    return {name: median(seconds[1:]) for name, seconds in times.items()}
 
 
 def rank_main(rank: int, host: str, arguments: Any) -> None:
@@ -108,13 +108,13 @@ def rank_main(rank: int, host: str, arguments: Any) -> None:
         for m, n, k in arguments.shapes:
             shape = (m, n, k) if operator == "all_gather_matmul" else (m, k, n)
             seconds = measured(operator, shape, arguments)
-            # The bytes that leave each host: a block of float32 of each rank for each other host.
+            # Bytes that leave a host: each rank sends a block of float32 to every other host.
             nbytes = m // arguments.hosts * k * 4 * (arguments.hosts - 1)
             seconds["wire"] = nbytes / (arguments.rate * 1e6)
-            for name, one in seconds.items():
+            for name, measured_s in seconds.items():
                 bounds = (max(seconds["product"], seconds[by]) for by in ("collective", "wire"))
-                shares = [f"{bound / one:.3f}" for bound in bounds]
-                rows.append((operator, *map(str, shape), name, f"{one * 1e3:.2f}", *shares))
+                shares = [f"{bound / measured_s:.3f}" for bound in bounds]
+                rows.append((operator, *map(str, shape), name, f"{measured_s * 1e3:.2f}", *shares))
                 if rank == 0:
                     print(*rows[-1], flush=True)
     if rank == 0:
@@ -154,11 +154,11 @@ def main() -> None:
             spawn.Process(target=rank_main, args=(rank, names[rank // arguments.ranks], arguments))
             for rank in range(arguments.hosts * arguments.ranks)
         ]
-        for one in ranks:
-            one.start()
-        for one in ranks:
-            one.join()
-    sys.exit(max(abs(one.exitcode or 0) for one in ranks))
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in ranks))
 
 
 if __name__ == "__main__":

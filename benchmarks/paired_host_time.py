@@ -1,11 +1,11 @@
-"""Host time of calls in two checkouts, in turns on one GPU that two ranks share.
+"""Host time of calls in two checkouts that take turns on one GPU, which two ranks share.
 
     export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1
     python benchmarks/paired_host_time.py BASE NEW out.csv
 
-BASE and NEW are checkouts. Each has a process per rank, pinned to a core of its own; all four run
-throughout, and rounds go to the checkouts in a shuffled order. A figure is the best of 12 calls
-(captured: one call) of the slower rank. It says nothing about the speed of the GPU.
+BASE and NEW are checkouts. Each has one process per rank, pinned to its own core. All four
+processes stay alive, and the checkouts run rounds in a shuffled order. A figure is the best of 12
+calls (captured: one call) of the slower rank. The GPU's speed is not measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 WORLD = 2
-#: Captured calls keep their graphs, and with them memory.
+#: Few, because captured calls keep their graphs and the memory of these graphs.
 CAPTURED_ROUNDS = 6
 MODES = ("eager", "replayed", "captured")
 CASES = (
@@ -61,9 +61,9 @@ def captured(case):
         call(*case)  # takes the memory of the first slot
         begin = time.perf_counter()
         call(*case)
-        took = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
     graph.replay()
-    return took
+    return seconds
 
 def best(case):
     times = []
@@ -104,7 +104,7 @@ def free_port() -> int:
 def start(
     checkout: str, first_core: int, program: str = RANK, cases: Sequence[Any] = CASES
 ) -> list[subprocess.Popen[str]]:
-    """The ranks of a checkout, once they are ready."""
+    """Start the ranks of a checkout and wait until they are ready."""
     port = str(free_port())
     ranks = [
         subprocess.Popen(
@@ -128,7 +128,7 @@ def start(
 
 
 def timed(ranks: list[subprocess.Popen[str]], mode: str, case: int) -> float:
-    """Microseconds of the slower rank."""
+    """Microseconds of a case on the slower rank."""
     for rank in ranks:
         assert rank.stdin is not None
         print(mode, case, file=rank.stdin, flush=True)

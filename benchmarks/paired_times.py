@@ -1,12 +1,12 @@
-"""Times of calls in two checkouts, in turns on two GPUs, on the shapes of ``--set measured``.
+"""Times of calls in two checkouts that take turns on two GPUs, on the shapes of ``--set measured``.
 
     python benchmarks/paired_times.py BASE NEW out.csv
 
-BASE and NEW are checkouts. Each has a process per GPU; all four run throughout, and rounds go to
-the checkouts in a shuffled order. A figure is that of the slower rank:
+BASE and NEW are checkouts. Each has one process per GPU. All four processes stay alive, and the
+checkouts run rounds in a shuffled order. A figure is that of the slower rank:
 
-- queued: calls in a row behind a sleeping kernel, so that the host runs ahead;
-- idle: single calls, each from its beginning on the host to the end of the GPU's work;
+- queued: calls in a row after a kernel that sleeps, so that the host runs ahead;
+- idle: single calls, each from its start on the host to the end of its work on the GPU;
 - graph: replays of a captured call in a row.
 """
 
@@ -46,7 +46,7 @@ torch.set_num_threads(1)
 torch.cuda.set_device(rank)
 dist.init_process_group("gloo")
 torch.manual_seed(rank)
-MANY = 6
+CALLS = 6
 operands, graphs = [], []
 for m, n, k in shapes:
     sizes = (m // world, k), (k, n)
@@ -59,22 +59,22 @@ def queued(case, run):
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(4_000_000)
     begin.record()
-    for _ in range(MANY):
+    for _ in range(CALLS):
         run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / MANY
+    return begin.elapsed_time(end) * 1e3 / CALLS
 
 def idle(case, run):
     times = []
-    for _ in range(MANY):
+    for _ in range(CALLS):
         torch.cuda.synchronize()
         dist.barrier()
         begin = time.perf_counter()
         run()
         torch.cuda.synchronize()
         times.append((time.perf_counter() - begin) * 1e6)
-    return sorted(times)[MANY // 2]
+    return sorted(times)[CALLS // 2]
 
 for case in range(len(shapes)):
     for _ in range(6):

@@ -1,6 +1,6 @@
-"""Times projections and attention of a sequence that ranks share by heads, a GPU each: by NCCL's
-all-to-alls around PyTorch's products, by ``ulysses_attention`` between them, and by
-``ulysses_project`` and ``ulysses_output``:
+"""Times of attention by heads with its projections: NCCL's all-to-alls between PyTorch's products,
+``ulysses_attention`` between the same products, and ``ulysses_project`` with ``ulysses_output``.
+Ranks share the sequence and have one GPU each:
 ``torchrun --nproc-per-node 4 -m benchmarks.projections``."""
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def exchanged(x: torch.Tensor, world: int, back: bool = False) -> torch.Tensor:
-    """[1, S/W, heads, size] as [1, S, heads/W, size], or the reverse, by NCCL."""
+    """Exchange [1, S/W, heads, size] for [1, S, heads/W, size], or the reverse, by NCCL."""
     _, rows, heads, size = x.shape
     if back:
         sent = x.view(world, rows // world, heads, size)
     else:
         sent = x.view(rows, world, heads // world, size).transpose(0, 1)
     sent = sent.contiguous()
-    got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
     if back:
-        return got.transpose(0, 1).reshape(1, rows // world, heads * world, size)
-    return got.view(1, rows * world, heads // world, size)
+        return received.transpose(0, 1).reshape(1, rows // world, heads * world, size)
+    return received.view(1, rows * world, heads // world, size)
 
 
 def layers(weights: list[torch.Tensor], world: int) -> dict[str, Layer]:
@@ -52,41 +52,41 @@ def layers(weights: list[torch.Tensor], world: int) -> dict[str, Layer]:
     cuts = [HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE]
 
     def collectives(x: torch.Tensor) -> torch.Tensor:
-        made = functional.linear(x, fused).split(cuts, 2)
-        heads = [exchanged(one.unflatten(2, (-1, SIZE)), world) for one in made]
-        out = attend(*(one.transpose(1, 2) for one in heads))
+        qkv = functional.linear(x, fused).split(cuts, 2)
+        heads = [exchanged(part.unflatten(2, (-1, SIZE)), world) for part in qkv]
+        out = attend(*(part.transpose(1, 2) for part in heads))
         out = exchanged(out.transpose(1, 2).contiguous(), world, back=True)
         return functional.linear(out.flatten(2), o)
 
-    def between(x: torch.Tensor) -> torch.Tensor:
-        made = [by_heads(one) for one in functional.linear(x, fused).split(cuts, 2)]
-        out = ficco.ulysses_attention(*made, causal=True)
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        qkv = [by_heads(part) for part in functional.linear(x, fused).split(cuts, 2)]
+        out = ficco.ulysses_attention(*qkv, causal=True)
         return functional.linear(out.transpose(1, 2).flatten(2), o)
 
-    def beside(x: torch.Tensor) -> torch.Tensor:
+    def fused_calls(x: torch.Tensor) -> torch.Tensor:
         return ficco.ulysses_output(attend(*ficco.ulysses_project(x, q, k, v, size=SIZE)), o)
 
-    return {"collectives": collectives, "ulysses_attention": between, "projections": beside}
+    return {"collectives": collectives, "ulysses_attention": attention, "projections": fused_calls}
 
 
-def milliseconds(calls: dict[str, Callable[[], Any]], many: int = 10) -> dict[str, float]:
-    """Of a call of many in a row, the median of 7 rounds, the slowest rank's."""
+def milliseconds(calls: dict[str, Callable[[], Any]], count: int = 10) -> dict[str, float]:
+    """Milliseconds per call of ``count`` in a row: median of 7 rounds on the slowest rank."""
 
     def in_a_row(call: Callable[[], Any]) -> None:
-        for _ in range(many):
+        for _ in range(count):
             call()
 
     rows = {name: Staged(partial(in_a_row, call), dist.barrier) for name, call in calls.items()}
     times = rounds(rows, count=8, warm_up=1)
-    taken = torch.tensor([median(us) / 1e3 / many for us in times.values()], device="cuda")
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return dict(zip(calls, taken.tolist(), strict=True))
+    medians = torch.tensor([median(us) / 1e3 / count for us in times.values()], device="cuda")
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    return dict(zip(calls, medians.tolist(), strict=True))
 
 
 def by_schedule(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
-    """``ulysses_attention`` alone."""
-    q, k, v = (by_heads(functional.linear(x, one)).contiguous() for one in weights[:3])
-    pieces = [f"uniform-fused-1d:pieces={n}{two}" for n in (2, 4) for two in ("", ",compute=2")]
+    """``ulysses_attention`` without projections, by schedule."""
+    q, k, v = (by_heads(functional.linear(x, w)).contiguous() for w in weights[:3])
+    pieces = [f"uniform-fused-1d:pieces={n}{lanes}" for n in (2, 4) for lanes in ("", ",compute=2")]
     return {
         f"{x.shape[1]} positions of a rank, {schedule}": partial(
             ficco.ulysses_attention, q, k, v, causal=True, schedule=schedule
@@ -96,7 +96,7 @@ def by_schedule(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Calla
 
 
 def parts(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Callable[[], Any]]:
-    """What the projections and attention take by themselves."""
+    """Calls of the projections and of attention, each by itself."""
     q, k, v = ficco.ulysses_project(x, *weights[:3], size=SIZE)
     out, flat = attend(q, k, v), x.new_empty(1, x.shape[1], HEADS * SIZE).normal_()
     return {
@@ -115,7 +115,7 @@ def main() -> None:
     torch.manual_seed(0)
     kind = {"dtype": torch.bfloat16, "device": "cuda"}
     heads = HEADS, KV_HEADS, KV_HEADS
-    weights = [torch.randn(some * SIZE, FEATURES, **kind) / FEATURES**0.5 for some in heads]
+    weights = [torch.randn(n * SIZE, FEATURES, **kind) / FEATURES**0.5 for n in heads]
     weights.append(torch.randn(FEATURES, HEADS * SIZE, **kind) / FEATURES**0.5)
 
     def show(text: str) -> None:
@@ -129,12 +129,12 @@ def main() -> None:
         x = torch.randn(1, length // world, FEATURES, **kind)
         calls = {name: partial(layer, x) for name, layer in layers(weights, world).items()}
         first, *others = (call().float() for call in calls.values())
-        error = max(float((one - first).abs().max()) for one in others)
+        error = max(float((other - first).abs().max()) for other in others)
         times = [f"{ms:.3f}" for ms in milliseconds(calls).values()]
         show(", ".join([str(length), *times, f"{error:.4f}"]))
-        more = by_schedule(x, weights) if length == SEQUENCES[1] else {}
-        more |= parts(x, weights) if length == SEQUENCES[-1] else {}
-        for name, ms in milliseconds(more).items() if more else ():
+        extra = by_schedule(x, weights) if length == SEQUENCES[1] else {}
+        extra |= parts(x, weights) if length == SEQUENCES[-1] else {}
+        for name, ms in milliseconds(extra).items() if extra else ():
             show(f"{name}: {ms:.3f} ms")
     ficco.close()
     dist.destroy_process_group()

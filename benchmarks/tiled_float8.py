@@ -1,10 +1,10 @@
-"""Time the tiled product of float8 against the library's; writes ``tiled-float8.csv`` and ``.md``.
+"""Compare the tiled product of float8 with the library's: writes ``tiled-float8.csv`` and ``.md``.
 
     python -m benchmarks.tiled_float8 FOLDER
 
-Operands are scaled by row. The chosen list of each way to add up and ``torch._scaled_mm`` run in
-shuffled rounds, the host ahead, all rows there; shares are medians of the ratios of rounds.
-*Precise* adds up in float32 after each 128 of k; the library adds up in float32, too, unless
+Operands are scaled by row. The chosen list of each accumulation and ``torch._scaled_mm`` run in
+shuffled rounds, with the host ahead and all rows present. A share is the median of the ratios of
+rounds. *Precise* accumulates in float32 after each 128 of k; so does the library, unless
 ``use_fast_accum`` is set.
 """
 
@@ -28,7 +28,7 @@ from ficco.compute.tiled.worklist import Work
 from ficco.tools.bench.frames import describe, markdown
 from ficco.tools.bench.report import about_table
 
-#: The eight shapes of docs/results, and those of the other bench.
+#: The eight shapes of docs/results, and the smaller shapes of benchmarks/tiled_products.py.
 SHAPES = (
     (32768, 2048, 8192),
     (8192, 7168, 8192),
@@ -53,32 +53,32 @@ def timed(m: int, n: int, k: int) -> list[dict[str, Any]]:
     scales = TileScales([torch.rand(m, 1, device="cuda")], torch.rand(1, n, device="cuda"))
     out = torch.empty(m, n, device="cuda", dtype=OUT)
     calls: dict[Any, Callable[[], object]] = {}
-    found, kept = {}, []
+    lists, launches = {}, []
     for precise in (True, False):
-        given = a, b, scales.a[0], scales.b
-        more = {"out_dtype": OUT, "use_fast_accum": not precise, "out": out}
-        calls["library", precise] = partial(torch._scaled_mm, *given, **more)
+        operands = a, b, scales.a[0], scales.b
+        options = {"out_dtype": OUT, "use_fast_accum": not precise, "out": out}
+        calls["library", precise] = partial(torch._scaled_mm, *operands, **options)
         types = TileTypes(FLOAT8, FLOAT8, OUT, precise)
         tiles = products.best(Work((m,), n, k // 2), types, False)
         launch = products.prepare(tiles, types, False, late=late.data_ptr(), limit_s=1.0)
         again = launch.launch([a], b, [out], stream, scales)
         assert again is not None, "operands need no copies"
-        kept.append(launch)
-        calls["tiled", precise], found[precise] = partial(again, stream), tiles
-    right = torch._scaled_mm(a, b, scales.a[0], scales.b, out_dtype=OUT).float()
+        launches.append(launch)
+        calls["tiled", precise], lists[precise] = partial(again, stream), tiles
+    expected = torch._scaled_mm(a, b, scales.a[0], scales.b, out_dtype=OUT).float()
     for name, call in calls.items():
         out.fill_(torch.nan)
         call()
-        error = float((out.float() - right).norm() / right.norm())
-        # Fast sums lose what their instructions do: up to 5e-3 of these.
+        error = float((out.float() - expected).norm() / expected.norm())
+        # The instructions of fast sums lose up to 5e-3 of a sum.
         assert error < (1e-4 if name[1] else 1e-2), f"{m} x {n} x {k}, {name}: off by {error}"
     times = rounds(calls)
     rows = []
-    for precise, tiles in found.items():
+    for precise, tiles in lists.items():
         pairs = zip(times["library", precise], times["tiled", precise], strict=True)
         row = {"m": m, "n": n, "k": k, "precise": precise, "cut": tiles.cut.name}
         row |= {"tiling": "x".join(map(str, tiles.tiling)), "predicted_us": tiles.seconds * 1e6}
-        row |= {f"{what}_us": statistics.median(times[what, precise]) for what, _ in calls}
+        row |= {f"{name}_us": statistics.median(times[name, precise]) for name, _ in calls}
         rows.append(row | {"share": statistics.median(x / y for x, y in pairs)})
     assert not late.item()
     return rows
@@ -86,21 +86,21 @@ def timed(m: int, n: int, k: int) -> list[dict[str, Any]]:
 
 def page(frame: pd.DataFrame, command: str) -> str:
     """A table with a line for each shape, as Markdown."""
-    heads = ["m x n x k", *[f"{way}: {what}" for way in ("precise", "fast") for what in COLUMNS]]
+    heads = ["m x n x k", *[f"{sums}: {name}" for sums in ("precise", "fast") for name in COLUMNS]]
     body = []
-    for (m, n, k), of in frame.groupby(["m", "n", "k"], sort=False):
+    for (m, n, k), rows in frame.groupby(["m", "n", "k"], sort=False):
         row = [f"{m} x {n} x {k}"]
         for precise in (True, False):
-            (one,) = of[of.precise == precise].itertuples()
-            row += [f"{us:.1f}" for us in (one.library_us, one.tiled_us, one.predicted_us)]
-            row.append(f"{one.share:.3f}")
+            (cells,) = rows[rows.precise == precise].itertuples()
+            row += [f"{us:.1f}" for us in (cells.library_us, cells.tiled_us, cells.predicted_us)]
+            row.append(f"{cells.share:.3f}")
         body.append(row)
     means = [statistics.geometric_mean(frame[frame.precise == p].share) for p in (True, False)]
     body.append(
         ["**geometric mean**", *(cell for mean in means for cell in ("", "", "", f"{mean:.3f}"))]
     )
-    how, about = " ".join(str(__doc__).split()), about_table(describe("cuda", command))
-    return f"# tiled-float8\n\n{about}\n\n{how}\n\n{markdown(heads, body)}\n"
+    method, about = " ".join(str(__doc__).split()), about_table(describe("cuda", command))
+    return f"# tiled-float8\n\n{about}\n\n{method}\n\n{markdown(heads, body)}\n"
 
 
 def main(folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""The product whose tiles wait in Gluon, Triton's language of warps and shared memory.
+"""The tiled product in Gluon, Triton's language of warps and shared memory.
 
-It is compared with the one in CUDA C++ and takes the same work lists, of one product, for tilings
-without clusters whose sides are powers of two. It announces nothing.
+``benchmarks.tiled_ways`` compares it with the kernel in CUDA C++, on the same work lists. It takes
+lists of one product without announcements, and tilings without clusters, of powers of two.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ficco.compute.tiled.worklist import BK, ITEM_INTS, MAX_GATES, TileList
 
-#: Columns of C that are stored at once.
+#: Columns of C in one store.
 BOX = gl.constexpr(64)
 INTS = gl.constexpr(ITEM_INTS)
 LATE_PARTS = gl.constexpr(1 + MAX_GATES)
-# TMA, which reads the rows, is another proxy than the load of their word.
+# TMA reads the rows through another proxy than the load of the gate's word.
 GATE = gl.constexpr("ld.acquire.sys.global.u32 $0, [$1];\nfence.proxy.async.global;")
 PART = gl.constexpr("ld.acquire.gpu.global.u32 $0, [$1];")
 
@@ -54,7 +54,7 @@ def wait_for(address, value, deadline, late, code, LOAD: gl.constexpr):
 
 @gluon.jit
 def load_tiles(a, b, items, gates, late, limit_ns, ring, B_ROWS: gl.constexpr):
-    """One warp: waits for the gates of each item, then loads its steps along k into the ring."""
+    """One warp: wait for the gates of each item, then load its steps along k into the ring."""
     full, empty, a_ring, b_ring = ring
     STAGES: gl.constexpr = a_ring.shape[0]
     STEP: gl.constexpr = a_ring.shape[2]
@@ -88,7 +88,7 @@ def load_tiles(a, b, items, gates, late, limit_ns, ring, B_ROWS: gl.constexpr):
 def finish(
     sums, c, boxes, part, row, column, is_part, others, SIZE: gl.constexpr, AT: gl.constexpr
 ):
-    """Writes a part of a tile, or adds the others' parts and stores the tile, box by box."""
+    """Write a part of a tile, or add the parts of other blocks and store the tile, box by box."""
     COLUMNS: gl.constexpr = sums.shape[1]
     if COLUMNS > BOX:
         HALF: gl.constexpr = COLUMNS // 2
@@ -115,7 +115,7 @@ def finish(
 
 @gluon.jit
 def multiply_tiles(c, items, ready, parts, late, limit_ns, ring, boxes, B_ROWS: gl.constexpr):
-    """The other warps: multiply what the ring holds and finish the tiles."""
+    """The other warps: multiply the steps in the ring and finish the tiles."""
     full, empty, a_ring, b_ring = ring
     STAGES: gl.constexpr = a_ring.shape[0]
     BM: gl.constexpr = a_ring.shape[1]
@@ -182,7 +182,7 @@ def tiled(
 def launcher(
     tiles: TileList, b_rows: bool, operands: Sequence[torch.Tensor], late: torch.Tensor
 ) -> Callable[[], None]:
-    """Computes ``out = a @ b`` of ``operands`` a, b, out by a list; its gates are open."""
+    """A launch of ``out = a @ b`` by a list with open gates; ``operands`` are a, b, out."""
     a, b, out = operands
     tiling = tiles.tiling
     boxes = (
@@ -203,7 +203,7 @@ def launcher(
     parts = torch.empty(tiles.slots * tiling.rows * tiling.columns + 1, device=a.device)
     lists = items, gates, ready, parts, late, 1_000_000_000
 
-    def launch(word: torch.Tensor = word) -> None:  # which must live as long
+    def launch(word: torch.Tensor = word) -> None:  # keeps the word alive
         grid = (tiles.clusters,)
         tiled[grid](*described, *lists, tiling.stages, b_rows, num_warps=8, maxnreg=160)
 

@@ -1,13 +1,13 @@
-"""Time the tiled product against the library's; writes ``tiled.csv`` and ``.md`` to a folder.
+"""Compare the tiled product with the library's; writes ``tiled.csv`` and ``.md`` to a folder.
 
     python -m benchmarks.tiled_products FOLDER [--next N] [--pieces P ...]
 
-Each shape's lists (every tiling and cut, or the chosen one and the N next best), for both layouts
-of B, the chosen one with gates and with announcements, and the library's product are timed in
-shuffled rounds, the host ahead, as the median of the rounds. All rows are there; with ``--pieces``
-also the lists of a gather of 4 ranks, P pieces a shard. Its gates are opened, when a link would
-bring the rows (``ficco.dma.tiles.LINK_BYTES_PER_S``), by a courier: a kernel of one warp. It asks
-for the largest share of shared memory, without which no block of the product fits beside it.
+Shuffled rounds time the lists of each shape and layout of B (all tilings and cuts, or the chosen
+list and the N next best), the chosen list with gates and with announcements, and the library's
+product, with the host ahead. A figure is the median of the rounds. All rows are present; with
+``--pieces`` the lists of a gather of 4 ranks, P pieces per shard, are timed, too. Their gates open
+when a link would bring the rows (``ficco.dma.tiles.LINK_BYTES_PER_S``). A courier, a kernel of one
+warp, opens them. It requests the largest share of shared memory, so that blocks of the product fit.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ SHAPES = (
     (512, 13312, 2048),
     (2048, 1536, 2048),
 )
-#: Ranges of rows that are gated or announced.
+#: Number of ranges of rows with a gate or an announcement.
 RANGES = 4
 DTYPE = torch.bfloat16
-#: Microseconds of a product that is not short.
+#: Shortest time of a long product, in microseconds.
 LONG_US = 90.0
 COURIER = r"""
 typedef unsigned int u32;
@@ -69,7 +69,7 @@ __device__ u64 now() { u64 t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t
 __device__ void post(u32* at, u32 value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
-// Opens gate i so many nanoseconds after the start word is set; gives up after 50 ms.
+// Opens gate i ns[i] nanoseconds after the start word is set; gives up after 50 ms.
 extern "C" __global__ void courier(u32* start, u32* gates, const int* ns, int count) {
   u32 set = 0;
   for (u64 limit = now() + 50000000; !set && now() < limit; __nanosleep(40))
@@ -86,7 +86,7 @@ extern "C" __global__ void mark(u32* start) { post(start, 1); }
 
 
 class Courier:
-    """Opens the gates of launches: :meth:`line_up`, then :meth:`go` right before a launch."""
+    """Open the gates of launches: :meth:`line_up`, then :meth:`go` immediately before a launch."""
 
     def __init__(self) -> None:
         names = "courier", "mark"
@@ -99,12 +99,12 @@ class Courier:
     def line_up(self, gates: torch.Tensor, ns: torch.Tensor) -> None:
         gates.zero_()
         self._side.wait_stream(torch.cuda.current_stream())
-        at = [ctypes.c_uint64(tensor.data_ptr()) for tensor in (self._start, gates, ns)]
-        self._launch("courier", self._side, *at, ctypes.c_int32(len(ns)))
+        words = [ctypes.c_uint64(tensor.data_ptr()) for tensor in (self._start, gates, ns)]
+        self._launch("courier", self._side, *words, ctypes.c_int32(len(ns)))
 
     def go(self) -> None:
-        at = ctypes.c_uint64(self._start.data_ptr())
-        self._launch("mark", torch.cuda.current_stream(), at)
+        start = ctypes.c_uint64(self._start.data_ptr())
+        self._launch("mark", torch.cuda.current_stream(), start)
 
     def _launch(self, name: str, stream: torch.cuda.Stream, *arguments: Any) -> None:
         packed, raw = Packed(arguments), stream.cuda_stream
@@ -114,7 +114,7 @@ class Courier:
 
 
 def gathered(m: int, n: int, k: int, pieces: int) -> Work:
-    """The product of one of 4 ranks."""
+    """The work of one of 4 ranks in a gather with pieces."""
     problem = Problem("all_gather_matmul", (m // 4,) * 4, n, k, "bfloat16")
     plan = plans(problem, Schedule.parse(f"tiled:pieces={pieces}"))[0]
     return work_of(plan, next(step for step in plan.steps if step.gates))
@@ -123,7 +123,7 @@ def gathered(m: int, n: int, k: int, pieces: int) -> Work:
 def launcher(
     products: TiledProducts, tiles: TileList, b_rows: bool, operands: Any, late: torch.Tensor
 ) -> Callable[[], None]:
-    """A launch of a list, its gates open."""
+    """A launch of a list with open gates."""
     (a, b, out), work = operands, tiles.work
     words = torch.zeros(128, dtype=torch.int32, device="cuda")
     words[0] = 1
@@ -140,7 +140,7 @@ def launcher(
     again = prepared.launch(a.split(work.rows), b, out.split(work.rows), stream)
     assert again is not None
 
-    def launch(words: torch.Tensor = words) -> None:  # which must live as long
+    def launch(words: torch.Tensor = words) -> None:  # keeps the words alive
         again(stream)
 
     return launch
@@ -149,13 +149,13 @@ def launcher(
 def arriving(
     products: TiledProducts, tiles: TileList, operands: Any, late: torch.Tensor, courier: Courier
 ) -> Staged:
-    """A launch of a list of :func:`gathered` work, whose gates the courier opens."""
+    """A launch of a list of :func:`gathered` work whose gates the courier opens."""
     work, (a, b, out) = tiles.work, operands
     gates = torch.ones(len(work.gates), dtype=torch.int32, device="cuda")
-    at = [gates.data_ptr() + 4 * i for i in range(len(gates))]
+    words = [gates.data_ptr() + 4 * i for i in range(len(gates))]
     ns = torch.tensor([round(seconds * 1e9) for seconds in work.opens], dtype=torch.int32).cuda()
     prepared = products.prepare(
-        tiles, TileTypes.of(DTYPE), b.stride(1) == 1, late=late.data_ptr(), limit_s=1.0, gates=at
+        tiles, TileTypes.of(DTYPE), b.stride(1) == 1, late=late.data_ptr(), limit_s=1.0, gates=words
     )
     stream = torch.cuda.current_stream().cuda_stream
     again = prepared.launch(a.split(work.rows), b, out.split(work.rows), stream)
@@ -176,8 +176,8 @@ def host_us(call: Callable[[], object]) -> float:
 def timed_lists(
     shape: tuple[int, int, int], b_rows: bool, processors: int, most: int, pieces: Sequence[int]
 ) -> dict[tuple[Tiling, Cut, str, int], TileList]:
-    """The lists of one shape and layout of B by tiling, cut, what their rows do and the number of
-    pieces; of each number the chosen one first."""
+    """The lists of one shape and layout of B by tiling, cut, "announced" or "gated", and number of
+    pieces. The chosen list of each number of pieces comes first."""
     m, n, k = shape
     lists = {}
     for number in (0, *pieces):
@@ -188,15 +188,15 @@ def timed_lists(
     ends = [m * i // RANGES for i in range(RANGES + 1)]
     spans = tuple((RowSpan(0, *pair),) for pair in zip(ends[:-1], ends[1:], strict=True))
     costs = H100.costs(tiling, n, k, b_rows, chosen.clusters)
-    for what, waits in (("announced", ((), spans)), ("gated", (spans, ()))):
+    for kind, waits in (("announced", ((), spans)), ("gated", (spans, ()))):
         work = Work((m,), n, k, *waits)
-        lists[tiling, cut, what, 0] = listed(work, tiling, cut, chosen.clusters, costs)
+        lists[tiling, cut, kind, 0] = listed(work, tiling, cut, chosen.clusters, costs)
     return lists
 
 
 def page(frame: pd.DataFrame, command: str) -> str:
-    """The share of the library, or of the last arrival where that is later, of the lists that were
-    chosen and of the best that were timed."""
+    """Shares of the chosen lists and of the best timed lists: time of the library's product, or of
+    the last arrival if that is later, divided by the time of the list."""
     lists = frame[(frame.tiling != "library") & (frame.what == "")]
     key = ["b_rows", "m", "n", "k", "pieces"]
     shares = pd.DataFrame(
@@ -205,7 +205,7 @@ def page(frame: pd.DataFrame, command: str) -> str:
             "best": lists.groupby(key, sort=False).share.max(),
         }
     ).unstack("pieces")
-    for which in ("chosen", "best"):  # of as many pieces as suit the shape
+    for which in ("chosen", "best"):  # the best number of pieces for each shape
         shares[which, "any"] = shares[which].drop(columns=0).max(axis=1)
     library = frame[frame.tiling == "library"].set_index(key[:-1]).us
     extra = frame[frame.what != ""].dropna(subset="what").set_index([*key[:-1], "what"]).share
@@ -221,15 +221,15 @@ def page(frame: pd.DataFrame, command: str) -> str:
         + [*cells(row, ".3f"), *cells(extra.loc[(b_rows, m, n, k)], ".3f")]
         for (b_rows, m, n, k), row in shares.iterrows()
     ]
-    for name, some in (("at least", shares[long]), ("less than", shares[~long])):
-        means = [f"{statistics.geometric_mean(some[column]):.3f}" for column in shares.columns]
+    for name, rows in (("at least", shares[long]), ("less than", shares[~long])):
+        means = [f"{statistics.geometric_mean(rows[column]):.3f}" for column in shares.columns]
         means += [
-            f"{statistics.geometric_mean(extra.loc[some.index, w]):.3f}" for w in extra.columns
+            f"{statistics.geometric_mean(extra.loc[rows.index, w]):.3f}" for w in extra.columns
         ]
         body.append([f"**geometric mean, {name} {LONG_US:.0f} us**", "", "", *means])
     about = about_table(describe("cuda", command))
-    how = " ".join(page.__doc__.split())
-    return f"# tiled\n\n{about}\n\n{how}\n\n{markdown([*heads, *extra.columns], body)}\n"
+    method = " ".join(page.__doc__.split())
+    return f"# tiled\n\n{about}\n\n{method}\n\n{markdown([*heads, *extra.columns], body)}\n"
 
 
 def timed(
@@ -239,13 +239,13 @@ def timed(
     most: int,
     pieces: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one shape."""
+    """Time all lists of one shape; yield a row of the table for each."""
     m, n, k = shape
     late = torch.zeros(1, dtype=torch.int32, device="cuda")
     a = torch.randn(m, k, device="cuda").to(DTYPE)
     b = torch.randn(k, n, device="cuda").to(DTYPE)
     out = torch.empty(m, n, device="cuda", dtype=DTYPE)
-    right = torch.mm(a, b).float()
+    expected = torch.mm(a, b).float()
     for b_rows, operand in ((False, b.t().contiguous().t()), (True, b)):
         operands = a, operand, out
         lists = timed_lists(shape, b_rows, products.processors, most, pieces)
@@ -260,21 +260,21 @@ def timed(
         for name, call in calls.items():
             out.fill_(torch.nan)
             call()
-            if not float((out.float() - right).norm() / right.norm()) < 5e-3:
+            if not float((out.float() - expected).norm() / expected.norm()) < 5e-3:
                 wrong.append(name)
         times = rounds(calls)
-        at = {"m": m, "n": n, "k": k, "b_rows": b_rows, "pieces": 0, "tiling": "library"}
+        row = {"m": m, "n": n, "k": k, "b_rows": b_rows, "pieces": 0, "tiling": "library"}
         library = times.pop("library")
-        yield at | {"us": statistics.median(library), "share": 1.0, "wrong": False}
+        yield row | {"us": statistics.median(library), "share": 1.0, "wrong": False}
         chosen = {name[-1]: name[:2] for name in reversed(lists)}
         for name, tiles in lists.items():
-            tiling, cut, what, number = name
+            tiling, cut, kind, number = name
             last = max(tiles.work.opens, default=0.0) * 1e6
             pairs = zip(library, times[name], strict=True)
             yield (
-                at
+                row
                 | {"pieces": number, "tiling": "x".join(map(str, tiling)), "cut": cut.name}
-                | {"what": what, "chosen": name[:2] == chosen[number]}
+                | {"what": kind, "chosen": name[:2] == chosen[number]}
                 | {"us": statistics.median(times[name]), "last_us": last}
                 | {"share": statistics.median(max(x, last) / y for x, y in pairs)}
                 | {"predicted_us": tiles.seconds * 1e6, "slots": tiles.slots}
@@ -287,9 +287,9 @@ def timed(
 def main(folder: Path, most: int, pieces: Sequence[int]) -> None:
     products, courier = hopper_products(0), Courier()
     types = TileTypes.of(DTYPE)
-    configurations = [(til, types, b_rows) for til in H100.multiply for b_rows in (False, True)]
+    kernels = [(tiling, types, b_rows) for tiling in H100.multiply for b_rows in (False, True)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda of: compiled(TARGET, text=source(*of)), configurations))
+        list(pool.map(lambda kernel: compiled(TARGET, text=source(*kernel)), kernels))
     rows: list[dict[str, Any]] = []
     folder.mkdir(parents=True, exist_ok=True)
     for shape in SHAPES:
@@ -306,5 +306,5 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--next", type=int, default=98, metavar="N", help="lists after the chosen")
     parser.add_argument("--pieces", type=int, nargs="+", default=(), metavar="P")
-    given = parser.parse_args()
-    main(given.folder, 1 + given.next, given.pieces)
+    options = parser.parse_args()
+    main(options.folder, 1 + options.next, options.pieces)

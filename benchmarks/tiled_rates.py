@@ -1,11 +1,11 @@
-"""Fit what tiles cost on one GPU to measured products, for ``ficco.compute.tiled.worklist``.
+"""Fit the costs of tiles on one GPU to measured products, for ``ficco.compute.tiled.worklist``.
 
     python -m benchmarks.tiled_products FOLDER
     python -m benchmarks.tiled_rates FOLDER/tiled.csv [--processors 132] [--each-left-out]
 
-Prints a ``TileRates`` for the GPU that the file was measured on, then what the lists that it would
-choose lose against the best measured, for each shape and layout of B. With ``--each-left-out`` each
-shape is chosen for with rates that were fitted to the others. ``TileRates.cache`` stays as it is.
+Prints a ``TileRates`` for the GPU of the file, then for each shape and layout of B the loss of the
+list that these rates choose, compared with the best measured list. With ``--each-left-out`` the
+rates that choose for a shape are fitted to the other shapes. ``TileRates.cache`` is not fitted.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ficco.dma.tiles import work_of
 from ficco.problems.products import Problem
 from ficco.schedules import Schedule, plans
 
-#: Lists so much slower than the best of their product count for 1 / e of it.
+#: A list that is slower than the best list of its product by this share has the weight 1 / e.
 SCALE = 1 / 3
-#: How much the level of a product's times counts against their ratios, which decide the choice.
+#: Weight of the level of a product's times, relative to their ratios, which decide the choice.
 LEVEL = 0.3
 SCALARS = [field.name for field in fields(TileRates) if field.name not in ("multiply", "cache")]
 Floats = npt.NDArray[np.float64]
 
 
 class Product(NamedTuple):
-    """``pieces``: of each of 4 shards, that rows arrive in; 0 if all are there."""
+    """``pieces`` is the number of pieces of each of 4 shards; 0 if all rows are present."""
 
     m: int
     n: int
@@ -85,7 +85,7 @@ def read(path: Path) -> list[TimedList]:
 
 
 def least_squares(residuals: Callable[[Floats], Floats], at: Floats, rounds: int = 12) -> Floats:
-    """Levenberg and Marquardt's method."""
+    """Minimise the sum of squares of the residuals by Levenberg and Marquardt's method."""
     damping, now = 1e-2, residuals(at)
     for _ in range(rounds):
         nudged = [residuals(at + 1e-3 * row) for row in np.eye(len(at))]
@@ -102,11 +102,11 @@ def least_squares(residuals: Callable[[Floats], Floats], at: Floats, rounds: int
 
 
 def fitted(timed: Sequence[TimedList], processors: int, start: TileRates) -> TileRates:
-    """With the least squares of errors of log time."""
-    tilings = sorted({of.tiling for of in timed})
-    products = sorted({of.product for of in timed})
-    index = np.array([products.index(of.product) for of in timed])
-    us = np.array([of.us for of in timed])
+    """Rates that minimise the squared errors of log time."""
+    tilings = sorted({item.tiling for item in timed})
+    products = sorted({item.product for item in timed})
+    index = np.array([products.index(item.product) for item in timed])
+    us = np.array([item.us for item in timed])
     least = np.array([us[index == i].min() for i in range(len(products))])
     weight = np.exp(-(us / least[index] - 1) / SCALE)
 
@@ -116,8 +116,8 @@ def fitted(timed: Sequence[TimedList], processors: int, start: TileRates) -> Til
         return TileRates(multiply, *values[len(tilings) :])
 
     def residuals(at: Floats) -> Floats:
-        of = rates(at)
-        error = np.log([item.predicted_us(of, processors) for item in timed]) - np.log(us)
+        guess = rates(at)
+        error = np.log([item.predicted_us(guess, processors) for item in timed]) - np.log(us)
         level = np.bincount(index, weight * error) / np.bincount(index, weight)
         return np.concatenate((weight * (error - level[index]), LEVEL * weight * error))
 
@@ -129,12 +129,12 @@ def fitted(timed: Sequence[TimedList], processors: int, start: TileRates) -> Til
 def losses(
     timed: Sequence[TimedList], rates: TileRates, processors: int
 ) -> dict[Product, tuple[float, TimedList]]:
-    """Of each product what the list with the least prediction loses, of those to choose from."""
+    """Loss of the list with the least predicted time, for each product, and that list."""
     result = {}
-    for product in sorted({of.product for of in timed}):
-        every = [of for of in timed if of.product == product]
-        best = min(of.us for of in every)
-        chosen = min(every, key=lambda of: of.predicted_us(rates, processors))
+    for product in sorted({item.product for item in timed}):
+        lists = [item for item in timed if item.product == product]
+        best = min(item.us for item in lists)
+        chosen = min(lists, key=lambda item: item.predicted_us(rates, processors))
         result[product] = chosen.us / best - 1, chosen
     return result
 
@@ -143,23 +143,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("csv", type=Path)
     parser.add_argument("--processors", type=int, default=132, help="of the GPU (132)")
-    parser.add_argument("--each-left-out", action="store_true", help="check that it is no overfit")
-    given = parser.parse_args(arguments)
-    timed, processors = read(given.csv), given.processors
+    parser.add_argument("--each-left-out", action="store_true", help="check for overfitting")
+    options = parser.parse_args(arguments)
+    timed, processors = read(options.csv), options.processors
     rates = fitted(timed, processors, H100)
     rounded = {name: float(f"{getattr(rates, name):.3g}") for name in SCALARS}
     multiply = {tiling: float(f"{step:.3g}") for tiling, step in rates.multiply.items()}
     rates = replace(rates, multiply=multiply, **rounded)
     print(rates)
     lost = losses(timed, rates, processors)
-    if given.each_left_out:
+    if options.each_left_out:
         for shape in sorted({product[:3] for product in lost}):
-            here = [of for of in timed if of.product[:3] == shape]
-            others = [of for of in timed if of.product[:3] != shape]
-            lost |= losses(here, fitted(others, processors, rates), processors)
+            left_out = [item for item in timed if item.product[:3] == shape]
+            others = [item for item in timed if item.product[:3] != shape]
+            lost |= losses(left_out, fitted(others, processors, rates), processors)
     for product, (loss, chosen) in lost.items():
-        what = f"{'x'.join(map(str, chosen.tiling))} {chosen.cut.name}"
-        print(f"{product} {what}: loses {loss:.1%} at {chosen.us:.1f} us")
+        name = f"{'x'.join(map(str, chosen.tiling))} {chosen.cut.name}"
+        print(f"{product} {name}: loses {loss:.1%} at {chosen.us:.1f} us")
     shares = [loss for loss, _ in lost.values()]
     print(f"loses {np.mean(shares):.2%} in the mean and {max(shares):.2%} at most")
 

@@ -1,13 +1,13 @@
-"""Compare three ways to have the tiled product on a Hopper GPU: CUDA C++, Gluon, and QuACK's GEMM.
+"""Compare three implementations of the tiled product on Hopper: CUDA C++, Gluon, and QuACK's GEMM.
 
     python -m benchmarks.tiled_ways FOLDER [--without gluon | quack ...]
 
-Writes ``tiled-ways.csv`` and ``tiled-ways.md``. All rows are there. Products without gates and with
-open ones are timed against the library's in bfloat16, for both layouts of B. CUDA C++ and Gluon
-take the work lists of least predicted time. QuACK (``pip install quack-kernels``, Apache-2.0) gates
-shards of whole tiles; a few of its tilings are timed. A way that cannot be imported is left out.
-First calls show what compilation takes if the folders that FICCO_CACHE_DIR, TRITON_CACHE_DIR and
-QUACK_CACHE_DIR name are empty.
+Writes ``tiled-ways.csv`` and ``tiled-ways.md``. Products in bfloat16 without gates and with open
+gates are compared with the library's, for both layouts of B. All rows are present. CUDA C++ and
+Gluon take the work lists with the least predicted times. QuACK (``pip install quack-kernels``,
+Apache-2.0) gates shards of full tiles; a few of its tilings are timed. A package that cannot be
+imported is left out. First calls include compilation if the folders in FICCO_CACHE_DIR,
+TRITON_CACHE_DIR and QUACK_CACHE_DIR are empty.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ except ImportError as error:
     print(f"QuACK is left out: {error}")
     quack = None
 
-#: Ranks, and the pieces of each, whose rows have a gate.
+#: Ranks, and pieces per rank; the rows of a piece have one gate.
 RANKS, PIECES = 4, 2
-#: Lists that are timed, without gates and with them.
+#: Number of timed lists without gates, and with gates.
 LISTS = 3
 GLUON_TILINGS = (Tiling(128, 256, 4), Tiling(128, 128, 6))
-#: Rows and columns of a tile, blocks of a cluster, and whether two tiles of a block take turns.
+#: Rows and columns of a tile, blocks of a cluster in both directions, and pingpong.
 QUACK_TILINGS = (
     (128, 256, 1, 2, False),
     (128, 256, 2, 1, False),
@@ -69,7 +69,7 @@ Launch = Callable[[], object]
 
 
 class Variant(NamedTuple):
-    """What is timed; ``image`` names what is compiled for it."""
+    """A timed launch; ``image`` names its compiled kernel."""
 
     way: str
     b_rows: bool
@@ -78,7 +78,7 @@ class Variant(NamedTuple):
     image: str
 
 
-Making = Iterator[tuple[Variant, Callable[[], Launch]]]
+Variants = Iterator[tuple[Variant, Callable[[], Launch]]]
 
 
 def lists(
@@ -95,28 +95,28 @@ def lists(
             yield Variant(way, b_rows, bool(spans), f"{tiling} {tiles.cut.name}", tiling), tiles
 
 
-def library(b_rows: bool, operands: Operands) -> Making:
+def library(b_rows: bool, operands: Operands) -> Variants:
     a, b, out = operands
     yield Variant("library", b_rows, False, "", ""), lambda: partial(torch.mm, a, b, out=out)
 
 
-def cuda(products: TiledProducts, late: torch.Tensor, b_rows: bool, operands: Operands) -> Making:
+def cuda(products: TiledProducts, late: torch.Tensor, b_rows: bool, operands: Operands) -> Variants:
     for variant, tiles in lists("CUDA C++", tuple(H100.multiply), b_rows, operands):
         yield variant, partial(launcher, products, tiles, b_rows, operands, late)
 
 
-def gluon(late: torch.Tensor, b_rows: bool, operands: Operands) -> Making:
+def gluon(late: torch.Tensor, b_rows: bool, operands: Operands) -> Variants:
     for variant, tiles in lists("Gluon", GLUON_TILINGS, b_rows, operands):
         yield variant, partial(tiled_gluon.launcher, tiles, b_rows, operands, late)
 
 
-def quack_gemm(b_rows: bool, operands: Operands) -> Making:
+def quack_gemm(b_rows: bool, operands: Operands) -> Variants:
     a, b, out = operands
     words = torch.ones(RANKS * PIECES + 1, dtype=torch.int32, device=a.device)
-    for bm, bn, cm, cn, turns in QUACK_TILINGS:
+    for bm, bn, cm, cn, pingpong in QUACK_TILINGS:
         call = partial(gemm, a, b if b_rows else b.t(), out, None, None, bm, bn, cm, cn)
-        call = partial(call, pingpong=turns, b_kn=b_rows)
-        name = f"{bm}x{bn}x{cm}x{cn}{' in turns' * turns}"
+        call = partial(call, pingpong=pingpong, b_kn=b_rows)
+        name = f"{bm}x{bn}x{cm}x{cn}{' in turns' * pingpong}"
         yield Variant("QuACK", b_rows, False, name, name), partial(partial, call)
         for pieces in (PIECES, 1):
             if len(a) % (RANKS * pieces * bm * cm) == 0:
@@ -134,21 +134,21 @@ def timed(
     images: set[Variant],
     without: Sequence[str],
 ) -> Iterator[dict[str, object]]:
-    """The rows of a product. ``images`` are those that are compiled already."""
+    """Time all variants of a product; yield a row for each. ``images`` are already compiled."""
     a = torch.randn(m, k, device="cuda").to(torch.bfloat16)
     b = torch.randn(k, n, device="cuda").to(torch.bfloat16)
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    right = torch.mm(a, b).float()
+    expected = torch.mm(a, b).float()
     late = torch.zeros(1, dtype=torch.int32, device="cuda")
-    ways = [library, partial(cuda, products, late)]
+    makers = [library, partial(cuda, products, late)]
     if tiled_gluon and "gluon" not in without:
-        ways.append(partial(gluon, late))
+        makers.append(partial(gluon, late))
     if quack and "quack" not in without:
-        ways.append(quack_gemm)
+        makers.append(quack_gemm)
     calls: dict[Variant, Launch] = {}
     firsts: dict[Variant, dict[str, float]] = {}
     for b_rows, operand in ((False, b.t().contiguous().t()), (True, b)):
-        for variant, make in (pair for way in ways for pair in way(b_rows, (a, operand, out))):
+        for variant, make in (v for maker in makers for v in maker(b_rows, (a, operand, out))):
             out.fill_(torch.nan)
             torch.cuda.synchronize()
             began = time.perf_counter()
@@ -156,19 +156,19 @@ def timed(
                 call = make()
                 call()
                 torch.cuda.synchronize()
-            except Exception as error:  # of any of the compilers
-                print(f"{m}x{n}x{k} {variant}: {type(error).__name__}: {str(error)[:300]}")
+            except Exception as failure:  # of a compiler
+                print(f"{m}x{n}x{k} {variant}: {type(failure).__name__}: {str(failure)[:300]}")
                 continue
             image = variant._replace(gated=False, name="")
             if image not in images:
                 firsts[variant] = {"first_s": time.perf_counter() - began}
                 firsts[variant]["host_us"] = host_us(call)
                 images.add(image)
-            wrong = float((out.float() - right).norm() / right.norm())
-            if wrong < 5e-3 and not late.item():
+            error = float((out.float() - expected).norm() / expected.norm())
+            if error < 5e-3 and not late.item():
                 calls[variant] = call
             else:
-                print(f"{m}x{n}x{k} {variant}: wrong by {wrong:.2g}, late {late.item()}")
+                print(f"{m}x{n}x{k} {variant}: wrong by {error:.2g}, late {late.item()}")
                 late.zero_()
     times = rounds(calls, AHEAD)
     bases = {variant.b_rows: us for variant, us in times.items() if variant.way == "library"}
@@ -181,7 +181,7 @@ def timed(
 
 
 def lines_of_code() -> dict[str, int]:
-    """Of each way, without empty lines and comments; the work lists are not counted."""
+    """Lines of each implementation without empty lines, comments and the work lists."""
     path = Path(hopper.__file__)
     texts = {
         "CUDA C++": path.read_text() + (path.parent / "hopper.cpp").read_text(),
@@ -195,11 +195,11 @@ def lines_of_code() -> dict[str, int]:
 
 
 def page(frame: pd.DataFrame) -> str:
-    """What each way costs; then of each product the best share of each way."""
+    """Costs of each implementation; then its best share of the library's speed, by product."""
     frame = frame[frame.way != "library"]
     product = ["m", "n", "k", "b_rows", "library_us"]
-    best = frame.groupby([*product, "way", "gated"], sort=False).share.max()
-    shares = best.unstack(["way", "gated"]).sort_index(level="library_us", ascending=False)
+    shares = frame.groupby([*product, "way", "gated"], sort=False).share.max()
+    shares = shares.unstack(["way", "gated"]).sort_index(level="library_us", ascending=False)
     long = shares.index.get_level_values("library_us") > LONG_US
     costs = []
     for way, lines in lines_of_code().items():
@@ -208,9 +208,9 @@ def page(frame: pd.DataFrame) -> str:
         row += [f"{first.first_s.max():.2f}", f"{first.host_us.median():.0f}"]
         for gated in (False, True):
             for rows in (shares[long], shares[~long]):
-                of = rows.get((way, gated), pd.Series(dtype=float)).dropna()
-                mean = statistics.geometric_mean(of) if len(of) else float("nan")
-                row.append(f"{mean:.3f} ({of.min():.3f}), {len(of)}")
+                best = rows.get((way, gated), pd.Series(dtype=float)).dropna()
+                mean = statistics.geometric_mean(best) if len(best) else float("nan")
+                row.append(f"{mean:.3f} ({best.min():.3f}), {len(best)}")
         costs.append(row)
     over, below = f"over {LONG_US:.0f} us", "others"
     heads = ["way", "lines", "images", "median first call, s", "longest, s", "host us"]
@@ -219,10 +219,10 @@ def page(frame: pd.DataFrame) -> str:
         [f"{m} x {n} x {k}", "[k, n]" if b_rows else "[n, k]", f"{us:.1f}", *cells(row, ".3f")]
         for (m, n, k, b_rows, us), row in shares.iterrows()
     ]
-    ways = [way + ", gated" * gated for way, gated in shares.columns]
+    names = [way + ", gated" * gated for way, gated in shares.columns]
     return (
         "Share of the library: geometric mean (least), products.\n\n"
-        f"{markdown(heads, costs)}\n\n{markdown(['m x n x k', 'B', 'library us', *ways], body)}\n"
+        f"{markdown(heads, costs)}\n\n{markdown(['m x n x k', 'B', 'library us', *names], body)}\n"
     )
 
 
@@ -246,5 +246,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--without", nargs="+", choices=("gluon", "quack"), default=())
-    given = parser.parse_args()
-    main(given.folder, given.without)
+    options = parser.parse_args()
+    main(options.folder, options.without)

@@ -1,10 +1,10 @@
-"""Training steps and `generate` of a Llama in Transformers: stock tensor parallelism and ficco's.
+"""Times of training steps and `generate` of a Llama in Transformers, with stock and ficco plans.
 
     torchrun --nproc-per-node 2 -m benchmarks.transformers_step FOLDER out.csv
 
-FOLDER takes the weights of a random Llama of four layers (4096, 14336, 32 heads, 8 of keys), in
-bfloat16. Losses, norms of the gradients and tokens of all variants are compared before any is
-timed. Steps and requests take turns in shuffled rounds; a figure is the median of the slower rank.
+The script writes the bfloat16 weights of a random Llama of four layers (4096, 14336, 32 heads, 8 of
+keys) to FOLDER. It compares losses, gradient norms and tokens of all variants before it times them.
+Variants take turns in shuffled rounds; a figure is the median of the slower rank.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from ficco.tools.bench.frames import Schema, append, describe
 
 LAYERS = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}
-#: Sequences and positions of a step; positions of a prompt, and tokens that a request decodes.
+#: Sequences and positions of a step, positions of a prompt, and tokens that a request decodes.
 BATCH, LENGTH, PROMPT, TOKENS = 2, 4096, 512, 32
 ROUNDS, REQUESTS = 12, 6
-#: Relative difference of losses in bfloat16, whose sums over ranks are rounded in another order.
+#: Relative difference of losses in bfloat16: plans round sums over ranks in another order.
 TOLERANCE = 2e-3
 
 ROWS = Schema(
@@ -45,7 +45,7 @@ ROWS = Schema(
 
 
 def slowest(value: float) -> float:
-    """The largest of all ranks' values."""
+    """The largest value of all ranks."""
     shared = torch.tensor([value], dtype=torch.float64, device="cuda")
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return float(shared.item())
@@ -62,8 +62,8 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def models(folder: str) -> dict[str, Any]:
-    """The same weights under stock's plan and under ficco's."""
-    # Not above: README's table reads ROWS without Transformers.
+    """Models with the same weights under the stock plan and under ficco's plans."""
+    # Imported here: README's table reads ROWS without Transformers.
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -83,18 +83,18 @@ def models(folder: str) -> dict[str, Any]:
         "ficco, sequence": plan(config, sequence_parallel=True),
     }
     return {
-        way: AutoModelForCausalLM.from_pretrained(
+        name: AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.bfloat16,
             attn_implementation="sdpa",
             distributed_config=DistributedConfig(tp_size=dist.get_world_size(), tp_plan=rules),
         )
-        for way, rules in plans.items()
+        for name, rules in plans.items()
     }
 
 
 def step(model: Any, ids: torch.Tensor) -> float:
-    """The loss of a step, whose gradients stay in the parameters."""
+    """The loss of a step; its gradients stay in the parameters."""
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return float(loss.item())
@@ -105,8 +105,8 @@ def gradient_norm(model: Any) -> float:
     for parameter in model.parameters():
         gradient = parameter.grad
         if gradient is not None:
-            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-            total += whole.float().square().sum().item()
+            full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            total += full.float().square().sum().item()
         parameter.grad = None
     return math.sqrt(total)
 
@@ -117,18 +117,18 @@ def generate(model: Any, ids: torch.Tensor) -> list[int]:
     return tokens[0, PROMPT:].tolist()
 
 
-def compared(ways: dict[str, Any], ids: torch.Tensor) -> dict[str, Any]:
-    """Losses, norms of gradients and tokens by variant. Ends the program if losses differ."""
+def compared(variants: dict[str, Any], ids: torch.Tensor) -> dict[str, Any]:
+    """Losses, gradient norms and tokens by variant. Ends the program if losses or norms differ."""
     exact = {}
-    for way, model in ways.items():
+    for variant, model in variants.items():
         loss, norm = step(model, ids), gradient_norm(model)
-        exact[way] = {"loss": loss, "gradient norm": norm, "tokens": generate(model, ids)}
-    for way, one in exact.items():
+        exact[variant] = {"loss": loss, "gradient norm": norm, "tokens": generate(model, ids)}
+    for variant, own in exact.items():
         stock = exact["stock"]
-        one["tokens as stock's"] = sum(map(int.__eq__, one["tokens"], stock["tokens"]))
+        own["tokens as stock's"] = sum(map(int.__eq__, own["tokens"], stock["tokens"]))
         for name in ("loss", "gradient norm"):
-            if not math.isclose(one[name], stock[name], rel_tol=TOLERANCE):
-                sys.exit(f"{name} of {way}: required {stock[name]} as stock's, got {one[name]}")
+            if not math.isclose(own[name], stock[name], rel_tol=TOLERANCE):
+                sys.exit(f"{name} of {variant}: required {stock[name]} as stock's, got {own[name]}")
     return exact
 
 
@@ -137,27 +137,27 @@ def main(folder: str, out: str) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    ways = models(folder)
+    variants = models(folder)
     torch.manual_seed(1)
     ids = torch.randint(1, HEADS["vocab_size"], (BATCH, LENGTH), device=device)
-    exact = compared(ways, ids)
+    exact = compared(variants, ids)
     cases: dict[str, tuple[int, Callable[[Any], object]]] = {
         f"training step, {BATCH} x {LENGTH} positions": (ROUNDS, lambda model: step(model, ids)),
         f"generate {TOKENS} tokens": (REQUESTS, lambda model: generate(model, ids)),
     }
     order, rows = random.Random(0), []
     for case, (rounds, run) in cases.items():
-        times: dict[str, list[float]] = {way: [] for way in ways}
+        times: dict[str, list[float]] = {name: [] for name in variants}
         for _ in range(rounds + 1):
-            names = list(ways)
+            names = list(variants)
             order.shuffle(names)
-            for way in names:
-                times[way].append(milliseconds(partial(run, ways[way])))
-                ways[way].zero_grad()
-        for way, every in times.items():
-            ms = sorted(every[1:])
+            for name in names:
+                times[name].append(milliseconds(partial(run, variants[name])))
+                variants[name].zero_grad()
+        for name, samples in times.items():
+            ms = sorted(samples[1:])
             quartiles = ms[rounds // 2], ms[rounds // 4], ms[3 * rounds // 4]
-            values = (case, way, *quartiles, rounds)
+            values = (case, name, *quartiles, rounds)
             rows.append(dict(zip(ROWS.columns, values, strict=True)))
     if dist.get_rank() == 0:
         path, command = Path(out), "torchrun --nproc-per-node 2 -m benchmarks.transformers_step"

@@ -2,8 +2,8 @@
 
     python serve.py FOLDER eager|compiled
 
-The model is made in the folder if it is not there. Prints the tokens of each prompt, and how often
-ficco ran on each rank.
+Creates the model in FOLDER if FOLDER does not exist. Prints the tokens of each prompt, and the
+number of ficco's calls on each rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11, 12], [31, 7, 2], list(range(40, 80)))
 
 
-def make(folder: Path) -> None:
+def save_model(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -41,7 +41,7 @@ def make(folder: Path) -> None:
 
 
 def calls(worker: Any) -> dict[str, int]:
-    """Counts ficco's calls from the second time on that this is asked."""
+    """Counts of ficco's calls by operator since the first call of this function on a worker."""
     from ficco.ops import library, operators
 
     counts = vars(worker).setdefault("ficco_calls", Counter())
@@ -57,11 +57,11 @@ def calls(worker: Any) -> dict[str, int]:
     return dict(counts)
 
 
-def main(folder: Path, how: str) -> None:
+def main(folder: Path, mode: str) -> None:
     from vllm import LLM, SamplingParams
 
     if not folder.exists():
-        make(folder)
+        save_model(folder)
     llm = LLM(
         str(folder),
         skip_tokenizer_init=True,
@@ -70,13 +70,13 @@ def main(folder: Path, how: str) -> None:
         max_model_len=128,
         max_num_seqs=4,
         seed=0,
-        enforce_eager=how == "eager",
+        enforce_eager=mode == "eager",
         distributed_executor_backend="mp",
     )
     llm.collective_rpc(calls)
     sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
-    outs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], sampling)
-    tokens = [list(out.outputs[0].token_ids) for out in outs]
+    results = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in PROMPTS], sampling)
+    tokens = [list(result.outputs[0].token_ids) for result in results]
     print(json.dumps({"tokens": tokens, "calls": llm.collective_rpc(calls)}), flush=True)
 
 

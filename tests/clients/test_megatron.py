@@ -1,4 +1,4 @@
-"""Megatron-core's GPT with ficco's layers, against the same model with its own."""
+"""Megatron-core's GPT with ficco's layers, compared with the same model with stock layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.clients
 
 
 class Norm(torch.nn.LayerNorm):
-    """Between sequence shards: Megatron's own for these wants Apex or Transformer Engine."""
+    """LayerNorm of a sequence shard: Megatron's requires Apex or Transformer Engine."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps)
@@ -27,7 +27,7 @@ class Norm(torch.nn.LayerNorm):
 
 
 def _spec(replace: Any) -> Any:
-    """Two layers of Megatron's with the norm above."""
+    """Two of Megatron's layers with the norm above."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -86,20 +86,20 @@ def test_specs_train_as_stock(at: Rank) -> None:
     from ficco.integrations.megatron import FiccoRowParallelLinear, _check, ficco_spec
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=at.world)
-    # What Megatron asks of GPUs: where its buffers are, and random states, of which none is used.
+    # Replace Megatron's calls on GPUs: the device of its buffers, and random states, unused here.
     torch.cuda.current_device = lambda: "cpu"
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     for sequence, calls in (
         (True, {"all_gather_matmul": 4 + 8, "matmul_reduce_scatter": 4 + 4}),
         (False, {"matmul_all_reduce": 4 + 4}),
     ):
-        stock, want = _trained(at, _spec(lambda layer: layer), sequence)
+        stock, expected = _trained(at, _spec(lambda layer: layer), sequence)
         with counted() as counts:
             losses, params = _trained(at, _spec(ficco_spec), sequence)
         assert counts == {name: 3 * count for name, count in calls.items()}, counts
         assert losses[0] == stock[0] and losses[2] < losses[0]
         torch.testing.assert_close(losses, stock, rtol=1e-6, atol=0)
-        for name, param in want.items():
+        for name, param in expected.items():
             torch.testing.assert_close(params[name], param, rtol=0, atol=1e-6, msg=name)
     names: dict[str, Any] = {"config": _config(at, False)}
     exec(snippet("megatron"), names)

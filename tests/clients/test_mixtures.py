@@ -1,8 +1,8 @@
-"""Layers, wrappers of other tools, groups and trainer steps, mixed, against the unsharded model.
+"""Mixtures of layers, wrappers of other tools, groups and trainers, compared with unsharded models.
 
-A case is one of each. The model trains for three steps on ranks, and unsharded. Outputs, gradients
-and parameters are compared, or the case has to be refused in words, by the table ``REFUSED``. Four
-ranks on CPUs are two pairs, and two ranks on GPUs are one pair; a pair shares the sequence.
+A case has one of each. The model trains for three steps, on ranks and unsharded. The test compares
+outputs, gradients and parameters. Cases in the table ``REFUSED`` must raise the error of the table
+instead. A pair of ranks shares the sequence: two pairs on CPUs, one pair on GPUs.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Case = tuple[str, str, str, str]
 
 
 def cases() -> list[Case]:
-    """Every layer with every wrapper on every group, trained in one way by turns."""
+    """All layers with all wrappers on all groups. The trainers take turns."""
     mixtures = []
     for turn, case in enumerate(itertools.product(LAYERS, WRAPPERS, GROUPS)):
-        # AdamW divides a gradient by its size, and so magnifies what float8 makes of a small one.
+        # AdamW divides a gradient by its size, which magnifies float8's errors of small gradients.
         trainer = TRAINERS[turn % (1 if "float8" in case[1] else len(TRAINERS))]
         if case[0] != "styles" or case[2] == "mesh":  # parallelize_module takes a mesh
             mixtures.append((*case, trainer))
@@ -54,26 +54,26 @@ MISSING, SHARDED = "NotImplementedError", "dimension 1 being sharded"
 MIXED = f"got mixed torch.Tensor and DTensor|{SHARDED}"
 INDEXED = f"attempting to run aten.index_select.default|{SHARDED}"
 A_MESH = "; give the layer a DeviceMesh"
-#: Mixtures that are refused: layers, wrapper, groups, regular expressions of the error's type and
-#: of its words.
+#: Refused mixtures: layers, wrapper, groups, and regular expressions of the error's type and of its
+#: text.
 REFUSED = (
-    # fully_shard takes the plain parts of all ranks for copies of one parameter.
+    # fully_shard treats the plain shards of all ranks as copies of one parameter.
     (OWN, "fully_shard", PLAIN, MISSING, "as fully_shard makes of it" + A_MESH),
-    # clip_grad_norm_ cannot know whether a plain tensor of a parametrization is a part.
+    # clip_grad_norm_ cannot know whether a plain tensor of a parametrization is a shard.
     (OWN, "parametrization", PLAIN, MISSING, "which may be a part or a whole" + A_MESH),
-    # An adapter around a layer is another module; call the layers one by one.
+    # An adapter around a layer is not a ColumnParallelLinear; call the layers one by one.
     (OWN[1:], "adapter", GROUPS, "ValueError", "required ColumnParallelLinear layers"),
-    # peft adapts nn.Linear and its subclasses, and knows the styles of Transformers alone.
+    # peft adapts nn.Linear and its subclasses; it supports only the styles of Transformers.
     (OWN, "peft", GROUPS, "ValueError", "Target module ColumnParallelLinear"),
     (STYLES, "peft", GROUPS, "RuntimeError", MIXED),
     # PyTorch: PrepareModuleInput passes a DTensor to the plain matrices of the adapter.
     (STYLES, "adapter", GROUPS, "RuntimeError", MIXED),
-    # torchao: its Float8Linear, in place of the layer, cannot gather a DTensor; use recipe=.
+    # torchao replaces the layer by its Float8Linear, which cannot gather a DTensor; use recipe=.
     (STYLES, "torchao float8", GROUPS, f"{MISSING}|RuntimeError", INDEXED),
 )
 
-#: Relative errors of each tensor. Ranks sum in another order, over three steps. A float8 has 3 bits
-#: of mantissa, and its scale is that of a part; lost communication is off by more than 0.5.
+#: Relative error of each tensor. Ranks sum in another order, over three steps. float8 has 3 bits of
+#: mantissa and a scale per shard. Missing communication causes errors above 0.5.
 CLOSE, CLOSE_FLOAT32, CLOSE_FLOAT8 = 1e-11, 1e-5, 0.25
 
 
@@ -96,7 +96,7 @@ class Mlp(nn.Module):
 
 
 class Attention(nn.Module):
-    """What ``UlyssesAttention`` is, unsharded."""
+    """Unsharded equivalent of ``UlyssesAttention``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,14 +118,14 @@ def unsharded(layer: str, at: Rank, dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(Scaled(HIDDEN, 1), inner).to(at.device, dtype)
 
 
-def parallel(whole: nn.Sequential, layer: str, group: Any, recipe: str | None) -> nn.Sequential:
-    """The model of ranks with the values of the unsharded one."""
+def parallel(reference: nn.Sequential, layer: str, group: Any, recipe: str | None) -> nn.Sequential:
+    """Copy of the unsharded model with ficco's layers."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
     from ficco import nn as ficco_nn
 
-    model = copy.deepcopy(whole)
+    model = copy.deepcopy(reference)
     inner: Any = model[1]
     if layer == "ulysses":
         attention = ficco_nn.UlyssesAttention(HIDDEN, 4, group=group).to(inner.q_proj.weight)
@@ -140,18 +140,18 @@ def parallel(whole: nn.Sequential, layer: str, group: Any, recipe: str | None) -
         plan = {"": prepare, "up": colwise(), "gate": colwise(), "down": rowwise}
         parallelize_module(inner, group, plan)
     else:
-        where: dict[str, Any] = {"group": group, "sequence_dim": 1, "recipe": recipe}
+        options: dict[str, Any] = {"group": group, "sequence_dim": 1, "recipe": recipe}
         for name in ("up", "gate", "down"):
             kind = ficco_nn.RowParallelLinear if name == "down" else ficco_nn.ColumnParallelLinear
-            setattr(inner, name, kind.from_linear(getattr(inner, name), **where))
+            setattr(inner, name, kind.from_linear(getattr(inner, name), **options))
     return model
 
 
 def wrapped(
-    wrapper: str, layer: str, model: nn.Sequential, group: Any, data: Any, whole: bool
+    wrapper: str, layer: str, model: nn.Sequential, group: Any, data: Any, reference: bool
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Apply a wrapper, in the same way to the model of ranks and to the unsharded one; return what
-    is called."""
+    """Apply a wrapper to a model on ranks, or to the unsharded ``reference``. Return the call that
+    trains."""
     from ficco.nn import ColumnParallelLinear, replicated
 
     inner: Any = model[1]
@@ -161,7 +161,7 @@ def wrapped(
         CHANGES[wrapper](target)
     elif wrapper == "adapter":
         adapter = Adapter(target).to(model[0].weight)
-        if not whole and layer in OWN:
+        if not reference and layer in OWN:
             adapter.up = ColumnParallelLinear.from_linear(adapter.up, group=group, sequence_dim=1)
         setattr(inner, name, adapter)
     elif wrapper == "peft":
@@ -174,16 +174,16 @@ def wrapped(
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
         quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, _: module is target)
-    # It replaces nn.Linear, which layers of ficco's are not: they stay.
-    elif wrapper == "torchao float8" and not (whole and layer in OWN):
+    # torchao replaces nn.Linear; ficco's layers are no nn.Linear and stay.
+    elif wrapper == "torchao float8" and not (reference and layer in OWN):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
-    if not whole:
+    if not reference:
         modules = model if wrapper == "fully_shard" else [model]
         for module in modules if layer != "styles" else model[:1]:
             replicated(module, group)
-    if wrapper == "fully_shard" and not whole:
+    if wrapper == "fully_shard" and not reference:
         from torch.distributed.fsdp import fully_shard
 
         children = inner.children() if layer != "ulysses" else ()
@@ -213,7 +213,7 @@ def trained(
     for turn in range(STEPS * micro):
         pair = torch.randn(2, 2, SEQUENCE, HIDDEN, generator=generator).to(like.device, like.dtype)
         if trainer == "scaler" and turn == 1:
-            pair[1, 0, 0, 0] = float("inf")  # in the part of one rank
+            pair[1, 0, 0, 0] = float("inf")  # in the shard of one rank
         x, upstream = map(part, pair)
         y = call(x.requires_grad_())  # reentrant checkpoints need an input with a gradient
         tensors[f"output {turn}"] = y.detach().clone()
@@ -230,16 +230,16 @@ def trained(
 
 
 def part_of(full: torch.Tensor, like: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """The unsharded tensor, or this rank's part of it if ``like`` is smaller."""
-    for dim, (size, wanted) in enumerate(zip(full.shape, like.shape, strict=True)):
-        if size != wanted:
+    """The unsharded tensor, or this rank's shard of it if ``like`` is smaller."""
+    for dim, (size, own) in enumerate(zip(full.shape, like.shape, strict=True)):
+        if size != own:
             return full.chunk(world, dim)[rank]
     return full
 
 
 @cache
 def places(at: Rank) -> tuple[dict[str, Any], Any]:
-    """The groups of cases by name, and the mesh of data parallelism; made once in a process."""
+    """The groups of cases by name, and the mesh of data parallelism; cached per process."""
     from torch.distributed.device_mesh import init_device_mesh
 
     grid = init_device_mesh(at.device.type, (at.world // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -253,7 +253,7 @@ def mixed(at: Rank, case: Case) -> None:
     from ficco.nn import clip_grad_norm_
 
     layer, wrapper, place, trainer = case
-    # float64 where the engine and the wrapper serve it.
+    # float64 where the engine and the wrapper support it.
     wide = at.device.type == "cpu" and "float8" not in wrapper and wrapper != "int8"
     limit = CLOSE if wide else CLOSE_FLOAT32
     if "float8" in wrapper and layer in ((*OWN, "styles") if wrapper == "float8" else ("ulysses",)):
@@ -261,33 +261,33 @@ def mixed(at: Rank, case: Case) -> None:
     groups, data = places(at)
     group, world = groups[place], at.world if place == "default" else 2
     rank = at.rank % world
-    whole = unsharded(layer, at, torch.float64 if wide else torch.float32)
-    model = parallel(whole, layer, group, "tensor" if wrapper == "float8" else None)
-    calls = [wrapped(wrapper, layer, each, group, data, each is whole) for each in (model, whole)]
+    reference = unsharded(layer, at, torch.float64 if wide else torch.float32)
+    model = parallel(reference, layer, group, "tensor" if wrapper == "float8" else None)
+    calls = [wrapped(wrapper, layer, m, group, data, m is reference) for m in (model, reference)]
 
-    def mine(x: torch.Tensor) -> torch.Tensor:
+    def shard(x: torch.Tensor) -> torch.Tensor:
         return x.chunk(world, 1)[rank].contiguous()
 
     clips = (
         partial(clip_grad_norm_, model),
-        partial(nn.utils.clip_grad_norm_, [*whole.parameters()]),
+        partial(nn.utils.clip_grad_norm_, [*reference.parameters()]),
     )
-    tensors = trained(calls[0], model, trainer, mine, clips[0], ShardedGradScaler)
-    want = trained(calls[1], whole, trainer, torch.clone, clips[1], torch.amp.GradScaler)
-    assert list(tensors) == list(want)
+    tensors = trained(calls[0], model, trainer, shard, clips[0], ShardedGradScaler)
+    expected = trained(calls[1], reference, trainer, torch.clone, clips[1], torch.amp.GradScaler)
+    assert list(tensors) == list(expected)
     for name, tensor in tensors.items():
         local: Any = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        wanted = part_of(want[name], local, rank, world)
-        error = (local - wanted).norm() / wanted.norm().clamp(min=1e-30)
+        part = part_of(expected[name], local, rank, world)
+        error = (local - part).norm() / part.norm().clamp(min=1e-30)
         assert error <= limit, f"{name}: {error}"
 
 
 def check(at: Rank, case: Case) -> None:
-    for layers, wrapper, groups, kind, words in REFUSED:
+    for layers, wrapper, groups, kind, text in REFUSED:
         if case[0] in layers and case[1] == wrapper and case[2] in groups:
             failure = caught(partial(mixed, at, case))
-            assert isinstance(failure, Failure), "served"
-            assert re.fullmatch(kind, failure.type) and re.search(words, failure.text), failure
+            assert isinstance(failure, Failure), "required an error, got a result"
+            assert re.fullmatch(kind, failure.type) and re.search(text, failure.text), failure
             return
     mixed(at, case)
 

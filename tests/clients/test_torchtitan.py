@@ -1,4 +1,4 @@
-"""torchtitan's own trainer with ficco's overrides, against the same trainings without."""
+"""torchtitan's trainer with ficco's overrides, compared with the same training without them."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ COMMON = (
 
 
 def trained(
-    world: int, folder: Path, config: str, flags: str, *overrides: str, how: str = ""
+    world: int, folder: Path, config: str, flags: str, *overrides: str, entry: str = ""
 ) -> list[dict[str, Any]]:
     if not (folder / "tests").exists():
         titan.assets(folder)
     imports = ["--override.imports", *overrides] if overrides else []
     arguments = ["--module", "titan", "--config", config, *COMMON, *flags.split(), *imports]
-    return run(world, titan.train, str(folder), how, arguments, fresh=True, timeout=250)
+    return run(world, titan.train, str(folder), entry, arguments, fresh=True, timeout=250)
 
 
-def calls(found: dict[str, Any]) -> dict[str, float]:
-    """ficco's operators of one step on a rank."""
-    return {name: count / len(found["losses"]) for name, count in found["calls"].items()}
+def calls(result: dict[str, Any]) -> dict[str, float]:
+    """Numbers of ficco's calls in one step on a rank, by operator."""
+    return {name: count / len(result["losses"]) for name, count in result["calls"].items()}
 
 
-def same(found: dict[str, Any], stock: dict[str, Any], since: int = 0) -> None:
-    """Losses in the digits that torchtitan prints, five behind the point, and norms of gradients to
-    float32's: sums are in another order."""
-    torch.testing.assert_close(found["losses"], stock["losses"][since:], rtol=0, atol=5e-6)
-    torch.testing.assert_close(found["norms"], stock["norms"][since:], rtol=2e-6, atol=0)
+def same(result: dict[str, Any], stock: dict[str, Any], since: int = 0) -> None:
+    """Compare losses to the five decimal places that torchtitan prints, and gradient norms to
+    float32's precision: the order of sums differs."""
+    torch.testing.assert_close(result["losses"], stock["losses"][since:], rtol=0, atol=5e-6)
+    torch.testing.assert_close(result["norms"], stock["norms"][since:], rtol=2e-6, atol=0)
 
 
-#: Of a step: two layers, forward and backward, in which gathered rows are gathered again.
+#: Calls in a step of two layers: the backward gathers rows of the forward again.
 STEP = {"all_gather_matmul": 12, "matmul_reduce_scatter": 8}
-#: The same if the backward first runs all of them again.
+#: The same if the backward first recomputes the forward.
 TWICE = {"all_gather_matmul": 16, "matmul_reduce_scatter": 12}
 
 ALL = [*OVERRIDES, SELECTIVE]
@@ -73,51 +73,51 @@ def test_overrides_train_as_stock(tmp_path: Path) -> None:
     for config, backend, overrides, step in (
         ("fused", PARTIAL, ALL, STEP),
         ("fused", FULL, ALL, STEP),
-        # Selective checkpointing that does not know ficco's operators recomputes them all.
+        # Selective checkpointing recomputes all of ficco's operators unless it knows them.
         ("fused", PARTIAL, OVERRIDES, TWICE),
         ("full", PARTIAL, ALL, TWICE),
     ):
-        for found in trained(2, tmp_path, config, f"{TWO} {backend}", *overrides):
-            same(found, stock)
-            assert calls(found) == step, (config, backend, overrides)
+        for result in trained(2, tmp_path, config, f"{TWO} {backend}", *overrides):
+            same(result, stock)
+            assert calls(result) == step, (config, backend, overrides)
 
 
 @pytest.mark.parametrize(
-    ("flags", "count", "says", "left"),
+    ("flags", "count", "message", "left"),
     [
-        # Checkpointing calls the blocks of both layers twice.
+        # Checkpointing runs the blocks of both layers twice.
         (f"{TWO} {REDUCES}", 4, "set parallelism.enable_sequence", {"all-reduce": 8}),
-        # FSDP2 alone.
+        # FSDP2 without tensor parallelism.
         (ONE, 1, "tensor_parallel_degree of 2 or more, got 1", {}),
     ],
 )
-def test_what_stays_as_it_is_is_logged_and_counted(
-    flags: str, count: int, says: str, left: dict[str, int], tmp_path: Path
+def test_layers_left_to_torchtitan_are_logged_and_counted(
+    flags: str, count: int, message: str, left: dict[str, int], tmp_path: Path
 ) -> None:
-    for found in trained(2, tmp_path, "fused", f"{flags} {PARTIAL} --training.steps 1", *OVERRIDES):
-        assert found["calls"] == {} and len(found["warned"]) == count
-        assert all(says in text for text in found["warned"])
-        assert found["left"] == left
+    for each in trained(2, tmp_path, "fused", f"{flags} {PARTIAL} --training.steps 1", *OVERRIDES):
+        assert each["calls"] == {} and len(each["warned"]) == count
+        assert all(message in text for text in each["warned"])
+        assert each["left"] == left
 
 
 def pair(
-    world: int, folder: Path, config: str, flags: str, *overrides: str, how: str = ""
+    world: int, folder: Path, config: str, flags: str, *overrides: str, entry: str = ""
 ) -> list[dict[str, Any]]:
-    """What each rank has of a training with ficco, whose losses are those of stock's: where ficco
-    comes in otherwise than by overrides, those of the usual configuration."""
-    # In a pipeline the last rank has losses.
-    want = trained(world, folder, "fused" if how else config, flags)[-1]
-    assert min(want["losses"]) > 0 and want["calls"] == {}
-    found = trained(world, folder, config, flags, *overrides, how=how)
-    same(found[-1], want)
-    return found
+    """Results of all ranks of a training with ficco, whose losses equal those of stock. With an
+    ``entry`` stock trains the configuration "fused"."""
+    # In a pipeline only the last rank has losses.
+    stock = trained(world, folder, "fused" if entry else config, flags)[-1]
+    assert min(stock["losses"]) > 0 and stock["calls"] == {}
+    results = trained(world, folder, config, flags, *overrides, entry=entry)
+    same(results[-1], stock)
+    return results
 
 
 @pytest.mark.parametrize(
     ("world", "config", "flags", "step"),
     [
         (4, "fused", f"--parallelism.tensor_parallel_degree 4 {PARTIAL}", STEP),
-        # Inside FSDP.
+        # Combined with FSDP.
         (4, "separate", f"{TWO} {PARTIAL}", STEP),
         later(4, "separate", f"{TWO} {TYPES}", STEP),
         later(2, "fused", f"{TWO} {TYPES}", STEP),
@@ -136,40 +136,40 @@ def test_every_backend_compiled_and_type_checked(
 
 @pytest.mark.parametrize("backend", [PARTIAL, later(TYPES)])
 def test_the_last_rank_of_a_pipeline_has_stocks_losses(backend: str, tmp_path: Path) -> None:
-    for found in pair(4, tmp_path, "fused", f"{PIPELINE} {backend}", *ALL):
-        # One layer for two microbatches, and once more to learn the shapes that stages exchange.
-        step = calls(found)
+    for result in pair(4, tmp_path, "fused", f"{PIPELINE} {backend}", *ALL):
+        # One layer for two microbatches, and one more forward to infer the shapes between stages.
+        step = calls(result)
         assert all(STEP[name] <= step[name] < STEP[name] + 2.5 for name in STEP), step
 
 
-def test_a_checkpoint_of_either_is_resumed_by_the_other(tmp_path: Path) -> None:
+def test_stock_and_ficco_resume_checkpoints_of_each_other(tmp_path: Path) -> None:
     saves = "--checkpoint.enable --checkpoint.interval 2 --dump_folder"
     flags = f"{TWO} {PARTIAL} --training.steps 4 {saves}"
     stock, _ = trained(2, tmp_path, "fused", f"{flags} stock")
     trained(2, tmp_path, "fused", f"{flags} ficco", *ALL)
     for folder, overrides, step in (("stock", ALL, STEP), ("ficco", [], {})):
         resume = f"{flags} {folder} --checkpoint.load_step 2 --checkpoint.load_only"
-        found, _ = trained(2, tmp_path, "fused", resume, *overrides)
-        same(found, stock, since=2)
-        assert calls(found) == step
+        result, _ = trained(2, tmp_path, "fused", resume, *overrides)
+        same(result, stock, since=2)
+        assert calls(result) == step
 
 
 @LATER
-def test_pytorchs_fused_operators_can_be_ficcos(tmp_path: Path) -> None:
-    # Stock cannot run them on CPUs: it runs the collectives.
-    ranks = pair(2, tmp_path, "dist_gemm", f"{TWO} {TYPES}", how="symm_mem")
+def test_ficco_replaces_pytorchs_fused_operators(tmp_path: Path) -> None:
+    # Stock runs the collectives: the fused operators do not run on CPUs.
+    ranks = pair(2, tmp_path, "dist_gemm", f"{TWO} {TYPES}", entry="symm_mem")
     assert all(calls(each) == TWICE for each in ranks)
 
 
 @LATER
 def test_the_pass_runs_in_inductor(tmp_path: Path) -> None:
-    ranks = pair(2, tmp_path, "fused", f"{TWO} {TYPES} --compile.enable", how="inductor")
+    ranks = pair(2, tmp_path, "fused", f"{TWO} {TYPES} --compile.enable", entry="inductor")
     assert all(each["replaced"] == [9, 4] for each in ranks)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by what torchtitan imports
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # an import of torchtitan
 def test_a_layer_that_does_more_than_multiply_is_refused() -> None:
-    """ficco's override reads the weights of q, k and v: an adapter would have no effect."""
+    """ficco's override reads the weights of q, k and v, so an adapter would have no effect."""
     from torchtitan.models.common.linear import Linear
 
     from ficco.integrations.torchtitan import _require_readable

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: its models under ficco's styles, against the same models unsharded."""
+"""Models of Hugging Face Transformers under ficco's styles, compared with the unsharded models."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import ficco
 
 pytestmark = pytest.mark.clients
 
-#: Of two models whose float32 sums are in other orders.
+#: Relative error of float32: the two models sum in different orders.
 CLOSE = 2e-5
-#: Of all models; heads that 4 ranks share, with fewer for keys and values.
+#: Sizes of all models. 4 ranks can share the heads, and the smaller number of heads of keys.
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -39,7 +39,7 @@ SIZES = {
 
 
 def saved(family: str, at: Rank, folder: Path, **changes: Any) -> Any:
-    """The configuration of a small model with random weights, which rank 0 saves."""
+    """Save a small model with random weights from rank 0; return its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **SIZES | changes)
@@ -72,7 +72,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trained(model: Any, length: int) -> dict[str, torch.Tensor]:
-    """The loss, the logits and all gradients of one step."""
+    """Loss, logits and all gradients of one step."""
     torch.manual_seed(1)
     ids = torch.randint(1, 128, (2, length))
     out = model(input_ids=ids, labels=ids, use_cache=False)
@@ -82,22 +82,22 @@ def trained(model: Any, length: int) -> dict[str, torch.Tensor]:
     return {"loss": out.loss.detach(), "logits": out.logits.detach(), **grads}
 
 
-def generated(model: Any, length: int, **how: Any) -> list[int]:
+def generated(model: Any, length: int, **options: Any) -> list[int]:
     torch.manual_seed(2)
     prompt = torch.randint(1, 128, (2, length))
-    tokens = model.generate(prompt, **{"max_new_tokens": 8, "do_sample": False} | how)
+    tokens = model.generate(prompt, **{"max_new_tokens": 8, "do_sample": False} | options)
     return tokens.flatten().tolist()
 
 
-def close(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == want.keys()
-    for name, tensor in want.items():
-        worst = (found[name] - tensor).abs().max() / tensor.abs().max()
+def close(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert result.keys() == expected.keys()
+    for name, tensor in expected.items():
+        worst = (result[name] - tensor).abs().max() / tensor.abs().max()
         assert worst < CLOSE, f"{name}: {worst}"
 
 
-#: Operators of two layers, forward and backward, and of lm_head's backward. Attention and MLP share
-#: theirs. A backward gathers once more what its forward gathered.
+#: Operators of two layers, forward and backward, and of lm_head's backward. The layers of attention
+#: share one gather, and so do those of the MLP. A backward gathers the rows of its forward again.
 REPLICATED = {"matmul_all_reduce": 9}
 SEQUENCE = {"all_gather_matmul": 12, "matmul_reduce_scatter": 8, "matmul_all_reduce": 1}
 
@@ -112,26 +112,26 @@ def test_models_are_the_unsharded_ones(
 
     register()
     config = saved(family, at, tmp_path)
-    whole, rules = loaded(tmp_path), plan(config, sequence_parallel=sequence)
+    unsharded, rules = loaded(tmp_path), plan(config, sequence_parallel=sequence)
     model = loaded(tmp_path, rules)
-    # Also a length that the ranks cannot share.
+    # The ranks can share the first length, but not the second.
     for length, calls in ((16, SEQUENCE if sequence else REPLICATED), (15, REPLICATED)):
-        want = trained(whole, length)
+        expected = trained(unsharded, length)
         with counted() as counts:
-            close(trained(model, length), want)
+            close(trained(model, length), expected)
         assert counts == calls, (length, counts)
-        assert generated(model, length) == generated(whole, length)
+        assert generated(model, length) == generated(unsharded, length)
     if family == "llama":
         model.gradient_checkpointing_enable()
         model.train()
-        close(trained(model, 16), trained(whole, 16))
+        close(trained(model, 16), trained(unsharded, 16))
 
 
 @on_ranks(2, timeout=120, fresh=True)
-def test_the_page_has_what_runs(at: Rank, tmp_path: Path) -> None:
+def test_the_program_of_the_page_runs(at: Rank, tmp_path: Path) -> None:
     saved("llama", at, tmp_path)
     names: dict[str, Any] = {"path": tmp_path}
-    # As torchrun does.
+    # torchrun sets these variables.
     os.environ |= {"RANK": f"{at.rank}", "LOCAL_RANK": f"{at.rank}", "WORLD_SIZE": f"{at.world}"}
     exec(snippet("transformers"), names)
     with counted() as counts:
@@ -141,22 +141,22 @@ def test_the_page_has_what_runs(at: Rank, tmp_path: Path) -> None:
 
 @on_ranks(4, timeout=120, fresh=True)
 def test_stock_names_run_ficco(at: Rank, tmp_path: Path) -> None:
-    """``tp_plan="auto"`` on four ranks: a static cache, and a checkpoint that anyone loads."""
+    """``tp_plan="auto"`` on four ranks: training, a static cache, and a portable checkpoint."""
     from ficco.integrations.transformers import register
 
     register(replace=True)
     saved("llama", at, tmp_path / "whole")
-    whole, model = loaded(tmp_path / "whole"), loaded(tmp_path / "whole", "auto")
+    unsharded, model = loaded(tmp_path / "whole"), loaded(tmp_path / "whole", "auto")
     with counted() as counts:
-        close(trained(model, 16), trained(whole, 16))
-    # Without rules for attention and MLP the gradients of q, k, v and of gate, up are summed apart.
+        close(trained(model, 16), trained(unsharded, 16))
+    # Without rules for attention and MLP each of q, k, v, gate and up sums its own gradient.
     assert counts == {"matmul_all_reduce": 15}
     static = {"max_new_tokens": 4, "cache_implementation": "static"}
-    assert generated(model, 5, **static) == generated(whole, 5, **static)
+    assert generated(model, 5, **static) == generated(unsharded, 5, **static)
     model.save_pretrained(tmp_path / "saved")
     at.barrier()
     again = loaded(tmp_path / "saved").state_dict()
-    for name, tensor in whole.state_dict().items():
+    for name, tensor in unsharded.state_dict().items():
         assert torch.equal(again[name], tensor), name
 
 
@@ -167,26 +167,26 @@ def test_compiled_models_are_the_unsharded_ones(at: Rank, tmp_path: Path) -> Non
 
     register()
     config = saved("llama", at, tmp_path)
-    want = trained(loaded(tmp_path), 16)
+    expected = trained(loaded(tmp_path), 16)
     model = loaded(tmp_path, plan(config, sequence_parallel=True))
     model.compile(backend="aot_eager", fullgraph=True)
-    close(trained(model, 16), want)
+    close(trained(model, 16), expected)
     torch._dynamo.reset()
     model, backend = loaded(tmp_path, "auto"), passes.backend("aot_eager")
     model.compile(backend=backend)
-    close(trained(model, 16), want)
+    close(trained(model, 16), expected)
     torch._dynamo.reset()
     mlp = loaded(tmp_path, "auto").model.layers[0].mlp
     x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close(torch.compile(mlp, backend="ficco")(x), mlp(x))
-    # Left are the sum of the embedding and the gathering of the logits.
+    # The pass leaves the sum of the embedding and the gather of the logits.
     for report, counts in ((backend.report, (15, 2)), (passes.torch_compile.report, (1, 0))):
         assert (len(report.replaced), len(report.left)) == counts
 
 
 @on_ranks(2)
-def test_what_is_not_served_is_refused(at: Rank, tmp_path: Path) -> None:
-    """By plans, by heads of keys that ranks cannot share, and for adapters of peft where the ranks
+def test_unsupported_models_are_refused(at: Rank, tmp_path: Path) -> None:
+    """Plans without rules, heads of keys that ranks cannot share, and adapters of peft where ranks
     share the sequence."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig
@@ -220,7 +220,7 @@ def test_what_is_not_served_is_refused(at: Rank, tmp_path: Path) -> None:
 
 
 class Own(torch.nn.Linear):
-    """A layer that only its own forward multiplies."""
+    """A linear layer that overrides ``forward``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
@@ -282,7 +282,7 @@ def test_quantized_models_are_those_of_stock_plans(at: Rank, tmp_path: Path) -> 
             out: torch.Tensor = model(input_ids=ids).logits
         return out
 
-    want = logits("auto")
+    expected = logits("auto")
     for sequence in (False, True):
-        found = logits(plan(config, sequence_parallel=sequence))
-        assert (found - want).abs().max() / want.abs().max() < CLOSE, f"sequence={sequence}"
+        error = (logits(plan(config, sequence_parallel=sequence)) - expected).abs().max()
+        assert error / expected.abs().max() < CLOSE, f"sequence={sequence}"

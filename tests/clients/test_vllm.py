@@ -1,4 +1,4 @@
-"""vLLM with ficco's plug-in, against vLLM without: the same tokens."""
+"""vLLM with ficco's plug-in returns the same tokens as vLLM without the plug-in."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "0|1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions that are called on workers
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the test calls functions on workers
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",
 }
 
 
-def served(model: Path, how: str, **env: str) -> dict[str, Any]:
+def served(model: Path, mode: str, **env: str) -> dict[str, Any]:
     program = str(Path(__file__).with_name("serve.py"))
-    done = subprocess.run(
-        [sys.executable, program, str(model), how],
+    process = subprocess.run(
+        [sys.executable, program, str(model), mode],
         env={**os.environ, **ENV, **env},
         capture_output=True,
         text=True,
         timeout=900,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"tokens"')]
-    found: dict[str, Any] = json.loads(line)
-    return found
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-6000:]
+    (line,) = [line for line in process.stdout.splitlines() if line.startswith('{"tokens"')]
+    result: dict[str, Any] = json.loads(line)
+    return result
 
 
 @pytest.mark.timeout(2700)
 def test_tokens_are_stocks(tmp_path: Path) -> None:
     stock = served(tmp_path / "model", "eager")
-    assert stock["calls"] == [{}, {}]  # a plug-in that nobody asked for does nothing
-    # Two layers with two such products each, in a prefill of 51 rows and eleven steps of three.
+    assert stock["calls"] == [{}, {}]  # without FICCO_VLLM the plug-in does nothing
+    # Two layers with two row-parallel products each, in a prefill of 51 rows and 11 steps of three.
     for rows, calls in (("1", 48), ("16", 4)):
         ficco = served(tmp_path / "model", "compiled", FICCO_VLLM="1", FICCO_VLLM_ROWS=rows)
         assert ficco["tokens"] == stock["tokens"]
@@ -80,9 +80,9 @@ def _passed(at: Rank) -> list[str]:
         graph = make_fx(layer)(mode.from_tensor(x), mode.from_tensor(w))
     config["post_grad_custom_pre_pass"](graph.graph)
     graph.recompile()
-    want = sum((torch.arange(12.0).view(3, 4) + rank) @ w for rank in range(at.world))
-    found, left = graph(x, w)
-    assert torch.equal(found, want) and torch.equal(left, x)
+    expected = sum((torch.arange(12.0).view(3, 4) + rank) @ w for rank in range(at.world))
+    result, left = graph(x, w)
+    assert torch.equal(result, expected) and torch.equal(left, x)
     return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
 
 
@@ -90,5 +90,5 @@ def test_the_pass_knows_vllms_all_reduce() -> None:
     first, second = run(2, _passed, timeout=150)
     assert first == second
     assert sum("ficco.matmul_all_reduce" in name for name in first) == 1
-    assert first.count("vllm.all_reduce.default") == 1  # of no product: vLLM's again
+    assert first.count("vllm.all_reduce.default") == 1  # without a product: left to vLLM
     assert not any("c10d" in name for name in first)

@@ -1,8 +1,8 @@
-"""torchtitan's trainer on CPU ranks: small models, a tokenizer and a text made here, and a shim.
+"""torchtitan's trainer on CPU ranks: small models, a generated tokenizer and text, and a shim.
 
-torchtitan has no CPU mode. The shim names the device, gives the functions that the trainer asks of
-its module, takes dense causal attention in place of FlexAttention, and sums in place of NCCL's
-divided sums. Nothing that concerns tensor parallelism is replaced.
+torchtitan has no CPU mode. The shim names the device and adds the functions that the trainer calls
+on the device's module. It replaces FlexAttention by dense causal attention, and NCCL's averages by
+sums. It does not change tensor parallelism.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ranks import Rank, counted
 
 
 def assets(folder: Path) -> None:
-    """A tokenizer that knows 256 words, and lines of them, where torchtitan looks for its own."""
+    """Save a tokenizer of 256 words and lines of these words where torchtitan looks for its own."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = [f"w{i}" for i in range(256)]
@@ -39,15 +39,15 @@ def assets(folder: Path) -> None:
     tokenizer.save(str(folder / "tests/assets/tokenizer/tokenizer.json"))
     names = {"bos_token": special[0], "eos_token": special[1]}
     (folder / "tests/assets/tokenizer/tokenizer_config.json").write_text(json.dumps(names))
-    chosen = random.Random(0)
-    lines = [{"text": " ".join(chosen.choices(words, k=200))} for _ in range(200)]
+    generator = random.Random(0)
+    lines = [{"text": " ".join(generator.choices(words, k=200))} for _ in range(200)]
     (folder / "tests/assets/c4_test").mkdir()
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "tests/assets/c4_test/data.json").write_text(text)
 
 
 def _model(fuse_qkv: bool, tp_gemm_backend: str = "default", full: bool = False) -> Any:
-    """torchtitan's Llama 3 with two layers."""
+    """Configuration of torchtitan's Llama 3 with two layers."""
     import torchtitan.models.llama3 as llama3
     from torchtitan.distributed.activation_checkpoint import FullAC
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
@@ -73,7 +73,7 @@ def _model(fuse_qkv: bool, tp_gemm_backend: str = "default", full: bool = False)
     return config
 
 
-#: Configurations, which torchtitan finds by name; of full ones whole blocks run in the backward.
+#: Configurations, which torchtitan looks up by name. ``full`` ones recompute complete blocks.
 fused, separate = partial(_model, True), partial(_model, False)
 full, full_separate = partial(_model, True, full=True), partial(_model, False, full=True)
 dist_gemm = partial(_model, True, "dist_gemm")
@@ -98,7 +98,7 @@ def cpu_device() -> None:
 
 
 def as_in_later_pytorch() -> None:
-    """What torchtitan 0.3.0 asks for and PyTorch 2.13 has not got."""
+    """Add the functions that torchtitan 0.3.0 needs and PyTorch 2.13 lacks."""
     from torch.distributed.pipelining.schedules import Schedule1F1B
 
     if not hasattr(dist, "set_timeout"):
@@ -107,7 +107,7 @@ def as_in_later_pytorch() -> None:
         return
 
     def step(self: Any, *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, **kwargs: Any) -> None:
-        """With microbatches that the trainer has cut."""
+        """Run one step on microbatches that the trainer has split."""
         self._stage.has_backward = True
         self._stage.clear_runtime_states()
         self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, **kwargs)
@@ -153,28 +153,28 @@ def behind_symm_mem() -> None:
     import ficco
 
     ficco.behind_symm_mem()
-    symm_mem._is_test_mode = True  # Inductor's pass wants GPUs otherwise
-    library = torch.library.Library("aten", "IMPL")  # for the backward; PyTorch has it on GPUs
+    symm_mem._is_test_mode = True  # otherwise Inductor's pass requires GPUs
+    library = torch.library.Library("aten", "IMPL")  # for the backward; PyTorch has GPU kernels
     library.impl("mm.dtype", lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype)), "CPU")
     LIBRARIES.append(library)
 
 
-#: What is registered lasts as long as its library.
+#: References that keep registered kernels alive: a kernel lives as long as its library.
 LIBRARIES: list[torch.library.Library] = []
 
 
-def train(at: Rank, folder: str, how: str, arguments: list[str]) -> dict[str, Any]:
-    """One training by torchtitan's own main program, in a process of its own: what this rank logs,
-    how often it ran ficco's operators, what ficco warned of, and what the pass replaced
-    and left.
+def train(at: Rank, folder: str, entry: str, arguments: list[str]) -> dict[str, Any]:
+    """Run torchtitan's main program once in a separate process. The result on this rank: losses and
+    gradient norms, number of calls of ficco's operators, ficco's warnings, and numbers of products
+    that the pass replaced and left.
 
     Args:
-        how: ficco comes in other than by overrides: "", "symm_mem", "inductor".
-        arguments: torchtitan's own.
+        entry: entry point of ficco besides overrides: "", "symm_mem" or "inductor".
+        arguments: arguments of torchtitan.
     """
     os.chdir(folder)
     os.environ |= {"RANK": f"{at.rank}", "LOCAL_RANK": f"{at.rank}", "WORLD_SIZE": f"{at.world}"}
-    dist.init_process_group = lambda *args, **kwargs: None  # there is one
+    dist.init_process_group = lambda *args, **kwargs: None  # the group exists
     cpu_device()
     dense_attention()
     sums_on_gloo()
@@ -188,28 +188,28 @@ def train(at: Rank, folder: str, how: str, arguments: list[str]) -> dict[str, An
     import ficco
     from ficco import passes
 
-    # Rank 0 would wait for two seconds at the end.
+    # At the end rank 0 would sleep for two seconds.
     trainer.time = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
-    if how == "symm_mem":
+    if entry == "symm_mem":
         behind_symm_mem()
-    found = passes.inductor_pass() if how == "inductor" else None
+    inductor_pass = passes.inductor_pass() if entry == "inductor" else None
     sys.argv = ["train", *arguments]
     stock = MetricsProcessor.log
     with (
         counted() as counts,
         mock.patch.object(MetricsProcessor, "log", autospec=True, side_effect=stock) as log,
         mock.patch.object(logger, "warning", wraps=logger.warning) as warning,
-        config.patch(post_grad_custom_pre_pass=found),
+        config.patch(post_grad_custom_pre_pass=inductor_pass),
     ):
         main()
     ficco.close()
     counters = ficco.counters().items()
     left = {operator: counts.left for (_, operator), counts in counters if counts.left}
-    warned = [text % tuple(given) for text, *given in (one.args for one in warning.call_args_list)]
+    warned = [text % tuple(parts) for text, *parts in (w.args for w in warning.call_args_list)]
     warned = [text for text in warned if text.startswith("ficco:")]
-    report = getattr(found, "report", passes.Report())
+    report = getattr(inductor_pass, "report", passes.Report())
     replaced = [len(report.replaced), len(report.left)]
-    # Of each step: itself, the mean and the largest loss, and the norm of all gradients.
-    rows = [one.args[1:] for one in log.call_args_list]
+    # A row per step: the step, the mean and the largest loss, and the norm of all gradients.
+    rows = [logged.args[1:] for logged in log.call_args_list]
     values = {"losses": [float(row[1]) for row in rows], "norms": [float(row[3]) for row in rows]}
     return {**values, "calls": counts, "warned": warned, "replaced": replaced, "left": left}

@@ -1,11 +1,11 @@
-"""Runs the self-test and the contract's small shapes on two GPUs that AMD's rocjitsu emulates.
+"""Run the self-test and the contract's small shapes on two GPUs that AMD's rocjitsu emulates.
 
     python tests/environments/rocjitsu.py CONFIG
 
-It needs a container with ROCm, rocjitsu, PyTorch for ROCm, hip-python, pytest and this checkout,
-and a configuration of rocjitsu's with two GPUs, such as its ``gfx950_mi355x_kmd_2gpu.json``. It
-needs no GPU and no driver. Each result is a line, and so is each skipped part; times and rates are
-left out, since an emulator has none. The script has never run under rocjitsu.
+Needs a container with ROCm, rocjitsu, PyTorch for ROCm, hip-python, pytest and this checkout, and
+a configuration of rocjitsu with two GPUs, such as its ``gfx950_mi355x_kmd_2gpu.json``. Needs no GPU
+and no driver. Prints a line for each result and for each skipped part, without times and rates: an
+emulator has no speed. The script has never run under rocjitsu.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-#: Seconds of the whole run, of a check or a subject, and of a wait for a peer: an emulated GPU is
-#: thousands of times slower than a GPU.
-WHOLE_S, CHECK_S, WAIT_S = 6 * 3600, 1800.0, 600.0
+#: Limits in seconds of the run, of a check or a subject, and of a wait for a peer: an emulated GPU
+#: is thousands of times slower than a GPU.
+RUN_S, CHECK_S, WAIT_S = 6 * 3600, 1800.0, 600.0
 #: Checks of the self-test that only measure.
 SPEEDS = (
     "bandwidth of pairs",
@@ -29,8 +29,8 @@ SPEEDS = (
     "batches of copies",
     "figures of the machine",
 )
-#: One of so many schedules of a subject runs.
-EVERY = 4
+#: One of this many schedules of a subject runs.
+STRIDE = 4
 
 
 def lacking(config: Path) -> str:
@@ -40,7 +40,7 @@ def lacking(config: Path) -> str:
     try:
         gpus = json.loads(config.read_text())["vm"]["gpu"].get("num_gpus", 1)
     except (OSError, ValueError, KeyError) as error:
-        return f"{config}: required a configuration of rocjitsu's with GPUs (vm.gpu), got {error!r}"
+        return f"{config}: required a configuration of rocjitsu with GPUs (vm.gpu), got {error!r}"
     if gpus < 2:
         return f"{config}: required two GPUs (vm.gpu.num_gpus), got {gpus}"
     return ""
@@ -54,7 +54,7 @@ def lacking_inside() -> str:
         return f"required PyTorch for ROCm, got {torch.__version__}"
     if (count := torch.cuda.device_count()) < 2:
         return f"required two emulated GPUs, PyTorch sees {count}"
-    unreached = [one for one in (0, 1) if not torch.cuda.can_device_access_peer(one, 1 - one)]
+    unreached = [gpu for gpu in (0, 1) if not torch.cuda.can_device_access_peer(gpu, 1 - gpu)]
     if unreached:
         return (
             f"required copies between the emulated GPUs, but GPU {unreached[0]} cannot access the "
@@ -64,7 +64,7 @@ def lacking_inside() -> str:
 
 
 def selftest(device: str) -> Iterator[str]:
-    """Lines of the self-test, with few calls of small shapes."""
+    """Run the self-test with few calls of small shapes; yield a line for each check."""
     from ficco.tools.selftest import run
     from ficco.tools.selftest.checks import SelftestSettings
 
@@ -83,14 +83,14 @@ def selftest(device: str) -> Iterator[str]:
         timeout_s=WAIT_S,
         limit_s=CHECK_S,
     )
-    for one in run.selftest(device, 2, settings).results:
-        parts = [part for part in one.seen.split("; ") if "GB/s" not in part]
-        why = "" if one.verdict == "ok" else f": {'; '.join(parts).partition(chr(10))[0]}"
-        yield f"{one.verdict}: self-test: {one.check}{why}"
+    for result in run.selftest(device, 2, settings).results:
+        parts = [part for part in result.seen.split("; ") if "GB/s" not in part]
+        why = "" if result.verdict == "ok" else f": {'; '.join(parts).partition(chr(10))[0]}"
+        yield f"{result.verdict}: self-test: {result.check}{why}"
 
 
 def contract(device: str) -> Iterator[str]:
-    """Lines of the contract: every operator on two ranks, some schedules, small whole numbers."""
+    """Run the contract on two ranks: all operators, some schedules, small integers; yield lines."""
     sys.path[:0] = [str(TESTS), str(TESTS / "contract")]
     import pytest
     import ranks
@@ -98,24 +98,24 @@ def contract(device: str) -> Iterator[str]:
     from subjects import KINDS, SUBJECTS
     from test_contract import all_exact, drawn, none
 
-    engine = next(one for one in ENGINES if one.device == device)
+    engine = next(engine for engine in ENGINES if engine.device == device)
     for name, subject in SUBJECTS.items():
-        every = subject.schedules(2)
-        schedules = every[::EVERY]
-        cases = drawn(name, engine, 2, schedules, KINDS, none)
-        where = {"device": device, "backend": "gloo", "timeout": CHECK_S}
+        schedules = subject.schedules(2)
+        chosen = schedules[::STRIDE]
+        cases = drawn(name, engine, 2, chosen, KINDS, none)
         try:
-            ranks.run(2, all_exact, name, cases, **where)
+            ranks.run(2, all_exact, name, cases, device=device, backend="gloo", timeout=CHECK_S)
         except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
             yield f"failed: contract: {name}: {str(error).strip().splitlines()[-1:]}"
         else:
             yield f"ok: contract: {name}: {len(cases)} calls exact"
-        yield f"skipped: contract: {name}: {len(every) - len(schedules)} other schedules, gradients"
+        skipped = len(schedules) - len(chosen)
+        yield f"skipped: contract: {name}: {skipped} other schedules, gradients"
     ranks.close()
 
 
 def inside(device: str = "cuda") -> int:
-    """Run all parts in the emulator; returns the exit status."""
+    """Run all parts in the emulator; return the exit status."""
     if device == "cuda" and (why := lacking_inside()):
         print(why)
         return 2
@@ -139,11 +139,11 @@ def main(arguments: list[str]) -> int:
         return 2
     command = ["rocjitsu", "--daemon", "--config", str(config), "--"]
     try:
-        done = subprocess.run([*command, sys.executable, __file__, "--inside"], timeout=WHOLE_S)
+        process = subprocess.run([*command, sys.executable, __file__, "--inside"], timeout=RUN_S)
     except subprocess.TimeoutExpired:
-        print(f"failed: the run did not end in {WHOLE_S // 3600} hours")
+        print(f"failed: the run did not end in {RUN_S // 3600} hours")
         return 1
-    return done.returncode
+    return process.returncode
 
 
 if __name__ == "__main__":

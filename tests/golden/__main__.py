@@ -29,14 +29,14 @@ def main() -> int:
             RECORDS[name]()
     elif arguments.command == "show":
         print(records.text(asks.cases()[arguments.what]), end="")
-    elif arguments.command == "describe":  # what judge runs in another checkout
+    elif arguments.command == "describe":  # judge runs this in another checkout
         print(json.dumps(records.describe(json.load(sys.stdin))))
     else:
-        wrong = records.differing(asks.cases())
+        differing = records.differing(asks.cases())
         if arguments.command == "judge":
-            return min(records.judge(wrong, arguments.before), 1)
-        print(records.message(wrong) if wrong else "all Plans are as recorded")
-        return bool(wrong)
+            return min(records.judge(differing, arguments.before), 1)
+        print(records.message(differing) if differing else "all Plans are as recorded")
+        return bool(differing)
     return 0
 
 

@@ -1,9 +1,9 @@
 """The problems and schedules of the records, and the calls that plan and simulate them.
 
-The names of cases are made here of the arguments alone, so they do not depend on how ficco prints
-a problem. Where ficco changes how a problem is made or planned, change this module and keep names.
+This module derives the names of cases from the arguments, so the names do not depend on ficco's
+text of a problem. If ficco's functions change, change the calls in this module and keep the names.
 
-The cases run all lines of the builders of Plans but refusals and a few branches for one rank.
+The cases run all lines of the builders of Plans, except refusals and a few branches for one rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     Attributes:
         ask: name of the problem.
         schedule: name of the schedule.
-        plans: makes the Plans of all ranks.
+        plans: function that plans for all ranks.
     """
 
     ask: str
@@ -45,7 +45,7 @@ class Case(NamedTuple):
         return f"{self.ask} | {self.schedule}"
 
     def all_plans(self) -> Sequence[Plan]:
-        """The Plans of all ranks; none where staging is too small for the schedule."""
+        """The Plans of all ranks; empty if staging is too small for the schedule."""
         try:
             return self.plans()
         except StagingTooSmall:
@@ -76,7 +76,7 @@ ATTENTION = (
     *("hetero-unfused-1d:pieces=3,tail=2", "shard-overlap:pull,copy=2", "serial:kernel", "ring"),
     "shrinking:pieces=2",
 )
-#: Schedules of attention that are planned with a cap on staging, too.
+#: Schedules of attention with additional cases under a cap on staging.
 CAPPED = ("growing", "hetero-unfused-1d:pieces=3,tail=2")
 HEADS = ("serial", "uniform-fused-1d:pieces=2", "uniform-fused-1d:pieces=4,compute=2,copy=2")
 EXPERTS = (
@@ -88,7 +88,7 @@ ARRIVING = ("tiled", "tiled:pieces=3,copy=2", "tiled:pull,pieces=2")
 
 
 def named(first: str, arguments: Mapping[str, Any]) -> str:
-    """The name of an ask: what is called, and the arguments that are set."""
+    """The name of a problem: ``first`` and the arguments that differ from their defaults."""
     parts = [first]
     for name, value in arguments.items():
         if value is True:
@@ -113,21 +113,21 @@ def product(
     recipe: str = "",
     source: str = "",
     bias: bool = False,
-    **more: Any,
+    **options: Any,
 ) -> Problem:
-    """A matrix product. Of an operator with a table of blocks, rows are spread over the table."""
+    """A matrix product. Operators with a table of blocks spread the rows over the table."""
     if recipe:
-        wide: Any = {"source": source} if source else {}
-        more["scaling"] = Scaling(recipe, dtype, bias=bias, replicated=bias, **wide)
+        unscaled: Any = {"source": source} if source else {}
+        options["scaling"] = Scaling(recipe, dtype, bias=bias, replicated=bias, **unscaled)
     if not OPERATORS[operator].blocks:
-        return Problem(operator, tuple(rows), n, k, dtype, **more)
+        return Problem(operator, tuple(rows), n, k, dtype, **options)
     world = len(rows)
     table = [[rows[(3 * i + j) % world] for j in range(world)] for i in range(world)]
-    return Problem.of_blocks(operator, table, n, k, dtype, **more)
+    return Problem.of_blocks(operator, table, n, k, dtype, **options)
 
 
 def product_asks(operator: str) -> Iterator[tuple[dict[str, Any], Sequence[str], dict[str, Any]]]:
-    """Arguments of :func:`product`, schedules, and arguments of their planning."""
+    """Arguments of :func:`product`, schedules, and arguments of :func:`ficco.schedules.plans`."""
     kind = OPERATORS[operator]
     size = 4 if kind.blocks else 16
     yield {"rows": (size,) * 4}, PRODUCTS, {}
@@ -154,35 +154,35 @@ def product_asks(operator: str) -> Iterator[tuple[dict[str, Any], Sequence[str],
         return
     float8 = {"rows": (16, 24, 8, 16), "n": 128, "k": 384, "dtype": "float8_e4m3fn"}
     for recipe in ("tensor", "row", "block"):
-        for more in ({}, {"bias": True}, {"source": "bfloat16"}):
+        for options in ({}, {"bias": True}, {"source": "bfloat16"}):
             for hosts in (1, 2):
-                yield {**float8, "recipe": recipe, **more, "hosts": hosts}, FEWER, {}
+                yield {**float8, "recipe": recipe, **options, "hosts": hosts}, FEWER, {}
 
 
 def of_products() -> Iterator[Case]:
     for operator in OPERATORS:
-        for arguments, schedules, how in product_asks(operator):
+        for arguments, schedules, options in product_asks(operator):
             try:
                 problem = product(operator, **arguments)
             except (ValueError, NotImplementedError):
-                continue  # float8 that the operator does not take
+                continue  # the operator does not take float8
             for name in schedules:
                 schedule = Schedule.parse(name)
                 by_library = schedule.mover == "collective" and problem.transposed
                 if refusal(problem, schedule) or by_library:
                     continue
-                make = partial(plans, problem, schedule, **how)
-                yield Case(named(operator, arguments | how), name, make)
+                plan = partial(plans, problem, schedule, **options)
+                yield Case(named(operator, arguments | options), name, plan)
 
 
 def attention(
-    world: int, rows: int, heads: tuple[int, int, int, int], **more: Any
+    world: int, rows: int, heads: tuple[int, int, int, int], **options: Any
 ) -> tuple[str, Any]:
-    """Attention with batch, heads, heads of keys and size of a head; its name and problem."""
-    dtype = more.pop("dtype", "bfloat16")
-    problem = AttentionProblem(world, rows, *heads, dtype, **more)
+    """Name and problem of attention. ``heads``: batch, heads, heads of keys, size of a head."""
+    dtype = options.pop("dtype", "bfloat16")
+    problem = AttentionProblem(world, rows, *heads, dtype, **options)
     sizes = {"ranks": world, "rows": rows, "heads": heads, "dtype": dtype}
-    return named("", sizes | more).strip(), problem
+    return named("", sizes | options).strip(), problem
 
 
 def of_attention() -> Iterator[Case]:
@@ -209,8 +209,8 @@ def of_attention() -> Iterator[Case]:
                 if attention_refusal(problem, schedule):
                     continue
                 for cap in (None, 2500) if name in CAPPED else (None,):
-                    make = partial(attention_plans, problem, schedule, staging_bytes=cap)
-                    yield Case(f"{first} {named(sizes, {'staging_bytes': cap})}", name, make)
+                    plan = partial(attention_plans, problem, schedule, staging_bytes=cap)
+                    yield Case(f"{first} {named(sizes, {'staging_bytes': cap})}", name, plan)
 
 
 def of_heads() -> Iterator[Case]:
@@ -222,9 +222,9 @@ def of_heads() -> Iterator[Case]:
         attention(4, 16, (1, 8, 4, 8), hosts=2),
         attention(1, 16, (1, 4, 2, 8)),
     ]
-    ways = [(False, ""), (False, "heads"), (False, "shards"), (True, "heads"), (True, "shards")]
+    modes = [(False, ""), (False, "heads"), (False, "shards"), (True, "heads"), (True, "shards")]
     for sizes, forward in asks:
-        for back, saves in ways:
+        for back, saves in modes:
             problem = HeadsProblem(forward, back, saves)
             for name in HEADS:
                 ask = named(f"ulysses_attention {sizes}", {"backward": back, "saves": saves})
@@ -245,9 +245,9 @@ def of_experts() -> Iterator[Case]:
         ("matmul_combine", 4, 2, {"h": 24}),
         ("matmul_combine", 4, 2, {"h": 24, "hosts": 2, "gathers": True}),
     ]
-    for operator, world, experts, more in asks:
-        problem = ExpertLayer(operator, world, experts, 5, 16, n=8, dtype="bfloat16", **more)
-        ask = named(operator, {"ranks": world, "experts": experts, **more})
+    for operator, world, experts, options in asks:
+        problem = ExpertLayer(operator, world, experts, 5, 16, n=8, dtype="bfloat16", **options)
+        ask = named(operator, {"ranks": world, "experts": experts, **options})
         for name in EXPERTS:
             yield Case(ask, name, partial(expert_plans, problem, Schedule.parse(name)))
 
@@ -258,15 +258,15 @@ def of_arriving() -> Iterator[Case]:
             problem = Gathering(rows, 32, "bfloat16", symmetric)
             ask = named("arriving", {"rows": rows, "symmetric": symmetric})
             for name in ARRIVING:
-                make = partial(gathering, problem, Schedule.parse(name), range(problem.world))
-                yield Case(ask, name, make)
+                plan = partial(gathering, problem, Schedule.parse(name), range(problem.world))
+                yield Case(ask, name, plan)
 
 
 def cases() -> dict[str, Case]:
     """All cases by name."""
     by_name: dict[str, Case] = {}
-    for some in (of_products, of_attention, of_heads, of_experts, of_arriving):
-        for case in some():
+    for source in (of_products, of_attention, of_heads, of_experts, of_arriving):
+        for case in source():
             assert case.name not in by_name, case.name
             by_name[case.name] = case
     return by_name

@@ -1,11 +1,11 @@
 """The canonical text of Plans, and its hash.
 
-The text does not depend on how classes are written. A field that has its default is left out, so a
-new field with a default changes no hash. Fields are sorted by name. ``CLASSES`` and ``FIELDS`` map
-names of today to the names in the text: rename a field in ficco, add a line here, and no hash
-changes. The text has the fields of a step's work as fields of the step (:func:`work_fields`).
+The text does not depend on the definition of the classes. The text omits a field with its default
+value, so a new field with a default changes no hash. Fields are sorted by name. ``CLASSES`` and
+``FIELDS`` map current names to the names in the text: a line here for each name that ficco changes
+keeps all hashes. The fields of a step's work are fields of the step (:func:`work_fields`).
 
-In ``after``, only the last step of each other lane counts, since lanes run in order.
+In ``after`` the text has only the last step of each other lane, since lanes run in order.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from ficco.plan.model import Applied, LibraryMove, Plan, Reduction, Region, Signal, Step, Transfer
 from ficco.problems.specification import Buffer
 
-#: Names in the text of classes that have another name by now.
+#: Names in the text of renamed classes, by current name.
 CLASSES: dict[str, str] = {}
-#: Names in the text of fields that have another name by now, by class and field.
+#: Names in the text of renamed fields, by class and current name.
 FIELDS: dict[tuple[str, str], str] = {("Product", "factors"): "scales"}
-#: Fields that are not in the text of their class, but in that of a step.
+#: Fields that :func:`work_fields` writes instead of :func:`fields_text`.
 OF_STEPS = {("Step", "work"), ("Transfer", "mover")}
 
 #: Hexadecimal digits of a hash.
@@ -43,11 +43,11 @@ class Field(NamedTuple):
 def fields_of(kind: type) -> tuple[Field, ...]:
     """The fields of a named tuple or a dataclass, sorted by their names in the text."""
     if dataclasses.is_dataclass(kind):
-        defaults: dict[str, Any] = {one.name: one.default for one in dataclasses.fields(kind)}
+        defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(kind)}
     else:
-        known: dict[str, Any] = getattr(kind, "_field_defaults", {})
+        optional: dict[str, Any] = getattr(kind, "_field_defaults", {})
         names = getattr(kind, "_fields", ())
-        defaults = {name: known.get(name, dataclasses.MISSING) for name in names}
+        defaults = {name: optional.get(name, dataclasses.MISSING) for name in names}
     return tuple(
         sorted(
             Field(FIELDS.get((kind.__name__, name), name), name, default)
@@ -79,7 +79,7 @@ def signal_text(signal: Signal) -> str:
 
 
 def fields_text(value: Any) -> str:
-    """The text of the fields that do not have their default."""
+    """The text of the fields that differ from their defaults."""
     kind: Any = type(value)
     texts = work_fields(value) if kind is Step else []
     for name, attribute, default in fields_of(kind):
@@ -105,7 +105,7 @@ def work_fields(step: Step) -> list[str]:
 
 @cache
 def buffer_text(buffer: Buffer) -> str:
-    """The text of a buffer, which is the same on all ranks."""
+    """The text of a buffer. Cached, since all ranks have the same buffers."""
     return f"buffer {fields_text(buffer)}"
 
 
@@ -131,7 +131,7 @@ def text(plans: Iterable[Plan]) -> str:
 
 
 def without_labels(content: str) -> str:
-    """The text without the labels of steps, which people read."""
+    """The text without the labels of steps, which have no effect."""
     return re.sub(r" label=('[^']*'|\"[^\"]*\")", "", content)
 
 

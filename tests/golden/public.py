@@ -18,7 +18,7 @@ import ficco.nn
 import ficco.passes
 from ficco import plan, schedules
 
-#: The modules of public names, and which names; None: those of ``__all__``.
+#: Modules with public names, and the names; None stands for ``__all__``.
 MODULES: tuple[tuple[ModuleType, tuple[str, ...] | None], ...] = (
     (ficco, None),
     (ficco.nn, None),
@@ -26,10 +26,10 @@ MODULES: tuple[tuple[ModuleType, tuple[str, ...] | None], ...] = (
     (plan, ("check",)),
     (schedules, ("register",)),
 )
-#: Modules of which the source is read.
+#: Modules whose source is read.
 SOURCES = ("tile.py", "integrations/*.py")
 
-#: Base classes that say nothing of a class.
+#: Base classes that add nothing to the description of a class.
 NO_BASES = {"object", "ABC", "Generic", "Protocol"}
 
 RECORD = Path(__file__).with_name("public.txt")
@@ -38,8 +38,8 @@ RECORD = Path(__file__).with_name("public.txt")
 def signature_text(value: Any) -> str:
     """The parameters of a callable, without annotations."""
     signature = inspect.signature(value)
-    public = (one for one in signature.parameters.values() if one.name[0] != "_")
-    bare = [one.replace(annotation=inspect.Parameter.empty) for one in public]
+    public = (p for p in signature.parameters.values() if p.name[0] != "_")
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in public]
     return str(inspect.Signature(bare))
 
 
@@ -49,16 +49,16 @@ def own(value: Any) -> bool:
 
 
 def members(kind: type) -> dict[str, Any]:
-    """Public attributes of a class that it or a base class in ficco defines, by name."""
-    found: dict[str, Any] = {}
+    """Public attributes of a class from the class and its base classes in ficco, by name."""
+    attributes: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if own(base):
-            found |= {name: value for name, value in vars(base).items() if name[0] != "_"}
-    return found
+            attributes |= {name: value for name, value in vars(base).items() if name[0] != "_"}
+    return attributes
 
 
 def bases(kind: type) -> list[str]:
-    """Names of all base classes, without those in ficco that are not public."""
+    """Names of all base classes, except private classes of ficco."""
     return [
         base.__name__
         for base in kind.__mro__[1:]
@@ -67,7 +67,7 @@ def bases(kind: type) -> list[str]:
 
 
 def lines_of(name: str, value: Any) -> Iterator[str]:
-    """The lines of a public name; of a class, one for each public method and property, too."""
+    """The lines of a public name; a class also has a line per public method and property."""
     if not own(value):
         yield f"{name} of {str(getattr(value, '__module__', type(value).__name__)).split('.')[0]}"
     elif inspect.isclass(value):
@@ -118,17 +118,17 @@ def source_signature(arguments: ast.arguments) -> str:
 
 def lines() -> list[str]:
     """All public names, module by module."""
-    found: list[str] = []
+    texts: list[str] = []
     for module, names in MODULES:
         for name in names or sorted(module.__all__):
-            found += lines_of(f"{module.__name__}.{name}", getattr(module, name))
+            texts += lines_of(f"{module.__name__}.{name}", getattr(module, name))
     package = Path(ficco.__file__).parent
     for pattern in SOURCES:
         for path in sorted(package.glob(pattern)):
             dotted = ".".join(path.relative_to(package.parent).with_suffix("").parts)
             tree = ast.parse(path.read_text())
-            found += source_lines(dotted.removesuffix(".__init__"), tree)
-    return found
+            texts += source_lines(dotted.removesuffix(".__init__"), tree)
+    return texts
 
 
 def record() -> None:

@@ -1,4 +1,4 @@
-"""Files of records, and what differs from them."""
+"""The record of Plans, and comparisons with the record and with another checkout."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ FOLDER = Path(__file__).resolve().parent
 TESTS = FOLDER.parent
 PLANS = FOLDER / "plans.json"
 
-#: Cases that a message names.
+#: Number of cases that a message names.
 NAMED = 20
 
-#: Machines and modes in which Plans are timed.
+#: Machines and modes of the simulated times.
 TIMED = [(name, mode) for name in ("h200-4", "mi300x-8") for mode in ("queued", "idle")]
 
 
 def text(case: Case) -> str:
-    """The text that is hashed; of a planning error, the error."""
+    """The text for the hash of a case: the text of its Plans, or the error of planning."""
     try:
         return canonical.text(case.all_plans())
-    except Exception as error:  # of a builder that is being rewritten
+    except Exception as error:  # from a builder under development
         return f"{type(error).__name__}: {error}\n"
 
 
 def record() -> None:
-    """Write ``plans.json``: by ask and schedule, the hash of the Plans."""
+    """Write ``plans.json``: the hash of the Plans by problem and schedule."""
     table: dict[str, dict[str, str]] = {}
     for case in asks.cases().values():
         table.setdefault(case.ask, {})[case.schedule] = canonical.digest(text(case))
@@ -48,23 +48,23 @@ def record() -> None:
 
 
 def differing(cases: Mapping[str, Case]) -> list[str]:
-    """Names of cases that differ from the record, new and missing ones included."""
+    """Names of cases that differ from the record, including new and missing cases."""
     table = json.loads(PLANS.read_text())
-    golden = {f"{ask} | {name}": one for ask, row in table.items() for name, one in row.items()}
-    wrong = [name for name in cases if golden.get(name) != canonical.digest(text(cases[name]))]
-    return wrong + [name for name in golden if name not in cases]
+    golden = {f"{ask} | {name}": code for ask, row in table.items() for name, code in row.items()}
+    changed = [name for name in cases if golden.get(name) != canonical.digest(text(cases[name]))]
+    return changed + [name for name in golden if name not in cases]
 
 
-def message(wrong: list[str]) -> str:
-    """What to print of cases that differ, and what to do about them."""
-    lines = [f"{len(wrong)} cases differ from tests/golden/plans.json:"]
-    lines += [f"  {name}" for name in wrong[:NAMED]]
-    if len(wrong) > NAMED:
-        lines.append(f"  and {len(wrong) - NAMED} more")
+def message(names: list[str]) -> str:
+    """A message with the names of cases that differ, and with commands to inspect them."""
+    lines = [f"{len(names)} cases differ from tests/golden/plans.json:"]
+    lines += [f"  {name}" for name in names[:NAMED]]
+    if len(names) > NAMED:
+        lines.append(f"  and {len(names) - NAMED} more")
     lines += [
         "In tests/, with the checkout on PYTHONPATH:",
         "  python -m golden show CASE      the Plans of a case",
-        "  python -m golden judge          proof and simulated times of all that differ",
+        "  python -m golden judge          proof and simulated times of these cases",
         "  python -m golden record plans   record anew, if the change is intended",
     ]
     return "\n".join(lines)
@@ -72,11 +72,11 @@ def message(wrong: list[str]) -> str:
 
 def first_difference(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> tuple[str, str]:
     """The first line that differs, before and now."""
-    was, now = (one["text"].splitlines() if one else [] for one in (old, new))
-    pairs = zip_longest(was, now, fillvalue="(no such line)")
+    texts = (result["text"].splitlines() if result else [] for result in (old, new))
+    pairs = zip_longest(*texts, fillvalue="(no such line)")
     equal = ("(equal to that checkout)",) * 2
-    one, other = next((pair for pair in pairs if pair[0] != pair[1]), equal)
-    return f"before: {one.strip()}", f"now:    {other.strip()}"
+    old_line, new_line = next((pair for pair in pairs if pair[0] != pair[1]), equal)
+    return f"before: {old_line.strip()}", f"now:    {new_line.strip()}"
 
 
 # Another checkout.
@@ -84,8 +84,8 @@ def first_difference(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> t
 
 @contextmanager
 def before(checkout: str) -> Iterator[str]:
-    """A checkout to compare with: the one that is named, else a copy of the commit that last
-    changed the record."""
+    """The path of the named checkout; without a name, of a copy of the commit that last changed the
+    record."""
     if checkout:
         yield str(Path(checkout).resolve())
         return
@@ -101,7 +101,7 @@ def before(checkout: str) -> Iterator[str]:
 
 
 def results(checkout: str, names: Iterable[str]) -> dict[str, Any]:
-    """:func:`describe` in another checkout, with its own cases where it has some."""
+    """:func:`describe` in another checkout, with the cases of that checkout if it has any."""
     own = Path(checkout) / "tests"
     folder = own if (own / "golden" / "records.py").exists() else TESTS
     output = subprocess.run(
@@ -113,12 +113,12 @@ def results(checkout: str, names: Iterable[str]) -> dict[str, Any]:
         text=True,
         check=True,
     ).stdout
-    found: dict[str, Any] = json.loads(output)
-    return found
+    described: dict[str, Any] = json.loads(output)
+    return described
 
 
 def describe(names: Iterable[str]) -> dict[str, Any]:
-    """By name of a case, its text and its simulated seconds."""
+    """The text and the simulated seconds of each case, by name."""
     cases = asks.cases()
     return {
         name: {"text": text(cases[name]), "seconds": seconds(cases[name])}
@@ -128,7 +128,7 @@ def describe(names: Iterable[str]) -> dict[str, Any]:
 
 
 def seconds(case: Case) -> list[float]:
-    """Simulated seconds for ``TIMED``; -1 on a machine without figures for the case."""
+    """Simulated seconds for each of ``TIMED``; -1 on machines without figures for the case."""
     times = []
     for name, mode in TIMED:
         try:
@@ -138,14 +138,14 @@ def seconds(case: Case) -> list[float]:
     return times
 
 
-def judge(wrong: list[str], checkout: str) -> int:
-    """Print which cases that differ are slower or not proven; return how many."""
+def judge(names: list[str], checkout: str) -> int:
+    """Print which of the differing cases are slower or not proven; return their number."""
     with before(checkout) as folder:
-        old = results(folder, wrong)
-    new, cases = describe(wrong), asks.cases()
+        old = results(folder, names)
+    new, cases = describe(names), asks.cases()
     labels = bad = timed = 0
     changes = [0.0]
-    for name in wrong:
+    for name in names:
         if name not in new:
             print(f"no longer asked: {name}")
             continue
@@ -158,18 +158,18 @@ def judge(wrong: list[str], checkout: str) -> int:
         if name not in old:
             print("  not asked before")
             continue
-        was, now = (canonical.without_labels(one[name]["text"]) for one in (old, new))
+        was, now = (canonical.without_labels(texts[name]["text"]) for texts in (old, new))
         labels += was == now
         print("\n".join(f"  {line}" for line in first_difference(old[name], new[name])))
         pairs = zip(old[name]["seconds"], new[name]["seconds"], strict=True)
-        mine = [b / a - 1 for a, b in pairs if a > 0 and b > 0]
-        timed += bool(mine)
-        changes += mine
-        if max(mine, default=0.0) > 1e-9:
+        relative = [b / a - 1 for a, b in pairs if a > 0 and b > 0]
+        timed += bool(relative)
+        changes += relative
+        if max(relative, default=0.0) > 1e-9:
             bad += 1
-            print(f"  slower by {max(mine):.2%}")
+            print(f"  slower by {max(relative):.2%}")
     print(
-        f"{len(wrong)} differ, {labels} of them in labels only; {timed} have simulated times, "
+        f"{len(names)} differ, {labels} of them in labels only; {timed} have simulated times, "
         f"which change by {min(changes):+.2%} to {max(changes):+.2%}; "
         f"{bad} are slower or not proven"
     )

@@ -1,4 +1,4 @@
-"""Simulated times, as ``ficco simulate --csv`` writes them, all in one process."""
+"""Simulated times, with the values of ``ficco simulate --csv``, computed in one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from golden.asks import machine, named
 
 RECORD = Path(__file__).with_name("simulated.json")
 
-#: Share by which a time may differ from the record.
+#: Largest relative difference of a time from the record.
 TOLERANCE = 0.02
 
 OPERATORS = (
@@ -25,12 +25,12 @@ SHAPES = ((8192, 3584, 4096), (6144, 2048, 4608), (1024, 14336, 8192), (32768, 8
 HEADS = {"heads": 32, "kv_heads": 8, "head_size": 128, "causal": True}
 EXPERTS = {"experts": 64, "k": 4096, "h": 1408, "n": 4096, "capacity": 160}
 
-#: Times of an ask in milliseconds, by candidate.
+#: Times of a problem in milliseconds, by candidate.
 Times = dict[str, float]
 
 
 def asks() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Machine, operator, and the options of ``ficco simulate``."""
+    """Machines, operators, and options of ``ficco simulate``."""
     shapes = [dict(zip("mnk", shape, strict=True)) for shape in SHAPES]
     for operator in OPERATORS:
         for name in ("h200-4", "mi300x-8"):
@@ -50,7 +50,7 @@ def asks() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 def simulated(
     name: str, operator: str, *, dtype: str = "bfloat16", hosts: int = 1, **sizes: Any
 ) -> Times:
-    """Simulated milliseconds by candidate, on all ranks of the machine, with the host ahead."""
+    """Simulated milliseconds by candidate, on all ranks of a machine, with the host ahead."""
     described = machine(name)
     problem = problem_of(operator, described.ranks * hosts, dtype, sizes, hosts=hosts)
     rows = simulate_problem(problem, {"case": operator}, described, "queued")
@@ -58,7 +58,7 @@ def simulated(
 
 
 def times() -> dict[str, Times]:
-    """All simulated times by ask."""
+    """All simulated times by problem."""
     return {
         named(f"{name} {operator}", options): simulated(name, operator, **options)
         for name, operator, options in asks()
@@ -66,7 +66,7 @@ def times() -> dict[str, Times]:
 
 
 def differences(before: Mapping[str, Times], now: Mapping[str, Times]) -> list[str]:
-    """Lines on times that differ by more than the tolerance, or that are in one table only."""
+    """A line for each time that differs by more than the tolerance, or is missing in one table."""
     lines = []
     for ask in dict.fromkeys((*before, *now)):
         old, new = before.get(ask, {}), now.get(ask, {})
@@ -74,14 +74,14 @@ def differences(before: Mapping[str, Times], now: Mapping[str, Times]) -> list[s
             if name not in old or name not in new:
                 lines.append(f"{ask} | {name}: only {'before' if name in old else 'now'}")
             elif abs(new[name] - old[name]) > TOLERANCE * old[name]:
-                was, is_now = old[name], new[name]
-                change = f" ({is_now / was - 1:+.1%})" if was else ""
-                lines.append(f"{ask} | {name}: {was:.6g} ms before, {is_now:.6g} ms now{change}")
+                was, ms = old[name], new[name]
+                change = f" ({ms / was - 1:+.1%})" if was else ""
+                lines.append(f"{ask} | {name}: {was:.6g} ms before, {ms:.6g} ms now{change}")
     return lines
 
 
 def record() -> None:
-    """Write ``simulated.json``, with four digits a time."""
+    """Write ``simulated.json`` with four digits per time."""
     rounded = {
         ask: {name: float(f"{ms:.4g}") for name, ms in row.items()} for ask, row in times().items()
     }

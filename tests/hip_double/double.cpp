@@ -1,31 +1,31 @@
-// A strict double of libamdhip64.so for CPUs: the calls that ficco makes, and no others.
+// A strict double of libamdhip64.so for CPUs. It implements only the calls that ficco makes.
 //
-// Streams are threads, device memory lies in memfds that other processes map, waits poll. What the
-// API allows but real hardware punishes, or what it leaves open, is a violation here: the call
-// fails, a line goes to stderr, and the process can ask for the number of violations and leaks
-// (double_violations, double_leaks). At the end of a process either makes it abort.
+// Streams are threads, waits poll, and device memory is in memfds that other processes map. Uses
+// that the API allows or leaves undefined, but that fail on hardware, are violations: the call
+// fails and prints a line to stderr. double_violations and double_leaks return the numbers of
+// violations and leaks. A process with a violation or a leak aborts at its end.
 //
 // Settings are environment variables, read when the library is loaded, or double_* calls:
-//   HIP_DOUBLE_DEVICES=8       devices
-//   HIP_DOUBLE_PEER=1          whether devices reach each other
+//   HIP_DOUBLE_DEVICES=8       number of devices
+//   HIP_DOUBLE_PEER=1          whether devices can access each other
 //   HIP_DOUBLE_WAIT=1          hipDeviceAttributeCanUseStreamWaitValue
-//   HIP_DOUBLE_WAIT_ANY=0      whether streams wait on other memory than signals, as AMD's runtime
-//                              does by default, but the API does not promise
+//   HIP_DOUBLE_WAIT_ANY=0      whether streams wait on memory other than signals; AMD's runtime
+//                              does by default, but the API does not promise it
 //   HIP_DOUBLE_SIGNAL_IPC=1    whether signal memory can be shared between processes
 //   HIP_DOUBLE_PEER_WRITE=1    whether a stream write reaches the memory of another process
-//   HIP_DOUBLE_NO_WRITE=from:to  that of the first device does not reach it on the second
+//   HIP_DOUBLE_NO_WRITE=from:to  writes of device `from` do not reach processes on device `to`
 //   HIP_DOUBLE_2D=1            whether hipMemcpy2DAsync is supported
-//   HIP_DOUBLE_HW_QUEUES=0     hardware queues of a priority, which its streams share as on AMD's
-//                              runtime: what comes to one runs in that order. 0: one for each stream
-//   HIP_DOUBLE_CAPTURE_WRITES=1  whether graphs capture stream writes and waits, which AMD's runtime
-//                              carried out at once until July 2026
+//   HIP_DOUBLE_HW_QUEUES=0     hardware queues per priority, which streams share as in AMD's
+//                              runtime. Work runs in order of arrival. 0: one queue per stream
+//   HIP_DOUBLE_CAPTURE_WRITES=1  whether graphs capture stream writes and waits; AMD's runtime
+//                              executed them immediately until July 2026
 //   HIP_DOUBLE_VERSION=70253211
-//   HIP_DOUBLE_FAIL=call:code:first[:count]   the calls from number first on, 1 for the next, fail
-//   HIP_DOUBLE_JITTER_US=0     every operation of a queue sleeps up to so long
+//   HIP_DOUBLE_FAIL=call:code:first[:count]  `count` calls fail, from number `first`; 1 is the next
+//   HIP_DOUBLE_JITTER_US=0     largest random sleep before each operation of a queue
 //
-// double_delay makes every operation of one queue late, double_lose takes a peer's memory away.
+// double_delay delays all operations of one queue; double_lose removes the memory of a peer.
 //
-// The types of the prototypes are those of the binding's own declarations; enumerations are ints.
+// The types of the prototypes are those of the binding's declarations; enumerations are ints.
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -144,12 +144,12 @@ struct Settings {
 };
 
 Settings& settings() {
-  static Settings* found = new Settings;
-  return *found;
+  static Settings* instance = new Settings;
+  return *instance;
 }
 
 thread_local int current_device = 0;
-thread_local int last_error = 0;  // until somebody asks for it
+thread_local int last_error = 0;  // until hipGetLastError
 
 int latch(int code) {
   if (code) last_error = code;
@@ -158,7 +158,7 @@ int latch(int code) {
 
 std::atomic<int> violations{0};
 std::mutex saying;
-std::string said;  // all violations, for people
+std::string said;  // all violations and leaks, for messages
 
 int violation(Code code, const char* format, ...) {
   violations++;
@@ -174,7 +174,7 @@ int violation(Code code, const char* format, ...) {
   return latch(code);
 }
 
-// What goes wrong on purpose.
+// Injected failures.
 
 struct Failure {
   int code;
@@ -183,13 +183,13 @@ struct Failure {
 
 std::mutex failing;
 std::map<std::string, Failure>& failures() {
-  static auto* found = new std::map<std::string, Failure>;
-  return *found;
+  static auto* instance = new std::map<std::string, Failure>;
+  return *instance;
 }
 
 std::map<std::string, long>& counts() {
-  static auto* found = new std::map<std::string, long>;
-  return *found;
+  static auto* instance = new std::map<std::string, long>;
+  return *instance;
 }
 
 void fail_on_purpose(const char* call, int code, long first, long count) {
@@ -207,15 +207,15 @@ void read_failures() {
     fail_on_purpose(call, code, first, count);
 }
 
-// 0, or the error that a call shall return; counts calls.
+// Count a call; return the error to inject, or 0.
 int injected(const char* call) {
   static std::once_flag once;
   std::call_once(once, read_failures);
   std::lock_guard<std::mutex> lock(failing);
   counts()[call]++;
-  auto found = failures().find(call);
-  if (found == failures().end()) return 0;
-  auto& failure = found->second;
+  auto entry = failures().find(call);
+  if (entry == failures().end()) return 0;
+  auto& failure = entry->second;
   if (--failure.first >= 1 || failure.count <= 0) return 0;
   failure.count--;
   return failure.code;
@@ -230,9 +230,9 @@ thread_local bool in_host_function = false;
     if (int code = injected(name)) return latch(code);                                 \
   } while (0)
 
-std::atomic<int> sticky{0};  // as on a GPU, nothing works behind an error of a queue
+std::atomic<int> sticky{0};  // as on a GPU, all later calls fail after an error of a queue
 
-// Memory. In front of every allocation lie 64 bytes that all processes see.
+// Memory. A header of 64 bytes, shared by all processes, precedes every allocation.
 
 constexpr size_t HEADER = 64, SMALL = 64, ARENA = 1 << 16, PAGE = 4096;
 constexpr uint64_t MAGIC = 0x6669'6363'6f68'6970;
@@ -261,50 +261,50 @@ struct Backing {
   }
 };
 
-// Memory that this process can name: its own, or mapped from another process.
+// Memory in the address space of this process: its own, or mapped from another process.
 struct Memory {
   char* start;
   size_t nbytes;
   Kind kind;
-  int device;  // of the process that owns it, -1 for host memory
+  int device;  // device of the owner, -1 for host memory
   bool mapped = false;
   int pid;
   int opened = 0;
   size_t offset = 0;
   std::shared_ptr<Backing> backing;
-  std::atomic<int> pending{0};  // operations of queues that use it
+  std::atomic<int> pending{0};  // number of queued operations that use it
 
   Header* header() const { return reinterpret_cast<Header*>(start - HEADER); }
 };
 
 std::mutex table;
 std::map<char*, std::shared_ptr<Memory>>& memories() {
-  static auto* found = new std::map<char*, std::shared_ptr<Memory>>;
-  return *found;
+  static auto* instance = new std::map<char*, std::shared_ptr<Memory>>;
+  return *instance;
 }
 std::vector<std::shared_ptr<Backing>>& arenas() {
-  static auto* found = new std::vector<std::shared_ptr<Backing>>;
-  return *found;
+  static auto* instance = new std::vector<std::shared_ptr<Backing>>;
+  return *instance;
 }
 std::map<std::pair<int, ino_t>, std::weak_ptr<Backing>>& mappings() {
-  static auto* found = new std::map<std::pair<int, ino_t>, std::weak_ptr<Backing>>;
-  return *found;
+  static auto* instance = new std::map<std::pair<int, ino_t>, std::weak_ptr<Backing>>;
+  return *instance;
 }
 uint64_t serials = 0;
-std::set<int> lost;  // processes whose memory is gone
+std::set<int> lost;  // processes whose memory is lost
 
 std::shared_ptr<Backing> backing_of(size_t nbytes) {
-  auto made = std::make_shared<Backing>();
-  made->fd = memfd_create("hip double", MFD_CLOEXEC);
-  if (made->fd < 0 || ftruncate(made->fd, nbytes)) return nullptr;
-  void* base = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, made->fd, 0);
+  auto backing = std::make_shared<Backing>();
+  backing->fd = memfd_create("hip double", MFD_CLOEXEC);
+  if (backing->fd < 0 || ftruncate(backing->fd, nbytes)) return nullptr;
+  void* base = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, backing->fd, 0);
   if (base == MAP_FAILED) return nullptr;
-  made->base = static_cast<char*>(base);
-  made->nbytes = nbytes;
+  backing->base = static_cast<char*>(base);
+  backing->nbytes = nbytes;
   struct stat file;
-  fstat(made->fd, &file);
-  made->inode = file.st_ino;
-  return made;
+  fstat(backing->fd, &file);
+  backing->inode = file.st_ino;
+  return backing;
 }
 
 int allocate(void** target, size_t nbytes, Kind kind) {
@@ -325,33 +325,33 @@ int allocate(void** target, size_t nbytes, Kind kind) {
     }
     offset = backing->vacant.back();
     backing->vacant.pop_back();
-    memset(backing->base + offset, 0xA5, SMALL);  // garbage, as in real memory
+    memset(backing->base + offset, 0xA5, SMALL);  // garbage, as in new device memory
   } else {
     backing = backing_of(PAGE + nbytes);
     if (!backing) return OutOfMemory;
     memset(backing->base + PAGE, 0xA5, nbytes);
   }
-  auto made = std::make_shared<Memory>();
-  made->start = backing->base + offset;
-  made->nbytes = nbytes;
-  made->kind = kind;
-  made->device = kind == Host ? -1 : current_device;
-  made->pid = getpid();
-  made->offset = offset;
-  made->backing = backing;
-  new (made->header()) Header{MAGIC, ++serials, {0}, {1}};
-  memories()[made->start] = made;
-  *target = made->start;
+  auto allocation = std::make_shared<Memory>();
+  allocation->start = backing->base + offset;
+  allocation->nbytes = nbytes;
+  allocation->kind = kind;
+  allocation->device = kind == Host ? -1 : current_device;
+  allocation->pid = getpid();
+  allocation->offset = offset;
+  allocation->backing = backing;
+  new (allocation->header()) Header{MAGIC, ++serials, {0}, {1}};
+  memories()[allocation->start] = allocation;
+  *target = allocation->start;
   return Success;
 }
 
 int release(void* pointer, bool host, const char* call) {
   if (!pointer) return Success;
   std::lock_guard<std::mutex> lock(table);
-  auto found = memories().find(static_cast<char*>(pointer));
-  if (found == memories().end())
+  auto entry = memories().find(static_cast<char*>(pointer));
+  if (entry == memories().end())
     return violation(InvalidValue, "%s of %p, which is no allocation", call, pointer);
-  auto memory = found->second;
+  auto memory = entry->second;
   if (memory->mapped || memory->kind == Adopted || (memory->kind == Host) != host)
     return violation(InvalidValue, "%s of %s memory%s", call, KINDS[memory->kind],
                      memory->mapped ? " of another process" : "");
@@ -363,17 +363,17 @@ int release(void* pointer, bool host, const char* call) {
                      KINDS[memory->kind], openers);
   memory->header()->alive = 0;
   if (memory->nbytes <= SMALL) memory->backing->vacant.push_back(memory->offset);
-  memories().erase(found);
+  memories().erase(entry);
   return Success;
 }
 
-// The memory that holds all of some bytes.
+// The allocation that contains all bytes of a range.
 std::shared_ptr<Memory> holder(const void* pointer, size_t nbytes) {
   auto* at = static_cast<char*>(const_cast<void*>(pointer));
   std::lock_guard<std::mutex> lock(table);
-  auto found = memories().upper_bound(at);
-  if (found == memories().begin()) return nullptr;
-  auto memory = std::prev(found)->second;
+  auto entry = memories().upper_bound(at);
+  if (entry == memories().begin()) return nullptr;
+  auto memory = std::prev(entry)->second;
   return at + nbytes <= memory->start + memory->nbytes ? memory : nullptr;
 }
 
@@ -393,7 +393,7 @@ struct Event {
   int device;
   unsigned flags;
   std::shared_ptr<Marker> marker;
-  // Where it was recorded in a capture: behind so many nodes of a lane.
+  // Position of the record in a capture: after `count` nodes of a lane.
   std::shared_ptr<Capture> capture;
   size_t lane = 0, count = 0;
 };
@@ -403,13 +403,13 @@ using Uses = std::vector<std::shared_ptr<Memory>>;
 
 struct Work {
   std::function<void()> run;
-  std::function<bool()> ready;  // polled first, if there is one
+  std::function<bool()> ready;  // if set, polled before `run`
   Uses uses;
-  long turn = 0;  // its place in the hardware queue
+  long turn = 0;  // position in the hardware queue
 };
 
-// What streams are given during a capture, by stream. A node runs behind those before it on its lane
-// and, if `after` is set, behind so many nodes of another lane.
+// Work of streams during a capture; each stream has a lane. A node runs after the earlier nodes of
+// its lane and, if `after` is set, after the first `count` nodes of another lane.
 struct Node {
   Work work;
   bool after = false;
@@ -429,12 +429,12 @@ struct Capture {
 std::atomic<uint64_t> captures{0};
 std::mutex capturing;  // guards all captures; taken before `table`
 std::vector<std::shared_ptr<Capture>>& open_captures() {
-  static auto* found = new std::vector<std::shared_ptr<Capture>>;
-  return *found;
+  static auto* instance = new std::vector<std::shared_ptr<Capture>>;
+  return *instance;
 }
 thread_local int capture_mode = 0;  // 2 is relaxed
 
-// The capture that a call which is unsafe during captures would break, if there is one.
+// The capture that an unsafe call would invalidate, or null.
 std::shared_ptr<Capture> forbidding() {
   std::lock_guard<std::mutex> lock(capturing);
   if (capture_mode == 2) return nullptr;
@@ -459,8 +459,8 @@ void late() {
     std::this_thread::sleep_for(std::chrono::microseconds(random() % (most + 1)));
 }
 
-// Wait until something is true or nothing works any more. A pause is a quarter of the wait so far:
-// on few cores the queues that wait must leave time to those that work.
+// Poll until a condition holds, the queue ends or an error is sticky. A pause is a quarter of the
+// wait so far, so that on few cores waiting queues leave time to working queues.
 void poll(const std::function<bool()>& ready, const std::function<bool()>& ending) {
   using namespace std::chrono;
   const auto began = steady_clock::now();
@@ -485,13 +485,13 @@ void perform(Work& work, const std::function<bool()>& ending) {
   for (auto& memory : work.uses) memory->pending--;
 }
 
-// What streams of a priority share. Work is carried out in the order in which it came.
+// A hardware queue, which streams of a priority share. Work runs in order of arrival.
 struct Hardware {
   std::atomic<long> come{0}, over{0};
   size_t users = 0;
 };
 
-// The hardware queue of a device and priority that fewest streams use; `table` is held.
+// The hardware queue of a device and priority with the fewest streams; the caller holds `table`.
 std::shared_ptr<Hardware> hardware(int device, int priority) {
   static auto* pools = new std::map<std::pair<int, int>, std::vector<std::shared_ptr<Hardware>>>;
   auto& pool = (*pools)[{device, priority}];
@@ -508,9 +508,9 @@ struct Stream {
   std::condition_variable wake;
   std::deque<Work> work;
   bool busy = false, ending = false;
-  std::shared_ptr<Capture> capture;  // that it is in, guarded by `capturing`
+  std::shared_ptr<Capture> capture;  // its current capture, guarded by `capturing`
   size_t lane = 0;
-  std::atomic<long> delay_us{0};  // before each of its operations
+  std::atomic<long> delay_us{0};  // before each operation
   std::thread thread;
 
   Stream(int device_, std::shared_ptr<Hardware> queue_) : device(device_), queue(queue_) {
@@ -545,7 +545,7 @@ struct Stream {
     }
   }
 
-  // Take work, or note it in the capture that the stream is in.
+  // Enqueue work, or append it to the current capture of the stream.
   void add(Work next) {
     {
       std::lock_guard<std::mutex> held(capturing);
@@ -561,7 +561,7 @@ struct Stream {
     wake.notify_one();
   }
 
-  // `capturing` is held.
+  // The caller holds `capturing`.
   void join(std::shared_ptr<Capture> into) {
     lane = into->lanes.size();
     into->streams.push_back(this);
@@ -575,17 +575,17 @@ struct Stream {
   }
 };
 
-// Graphs, and graphs that can be launched, by their addresses.
+// Graphs and executable graphs, by address.
 struct Graph {
   std::shared_ptr<Capture> capture;
   bool executable;
 };
 std::map<void*, std::unique_ptr<Graph>>& graphs() {
-  static auto* found = new std::map<void*, std::unique_ptr<Graph>>;
-  return *found;
+  static auto* instance = new std::map<void*, std::unique_ptr<Graph>>;
+  return *instance;
 }
 
-// Carry a graph out: a thread for each lane, whose nodes wait for nodes of others.
+// Run a graph: a thread per lane, whose nodes wait for nodes of other lanes.
 void replay(Capture& capture, int device) {
   std::vector<std::atomic<size_t>> done(capture.lanes.size());
   std::vector<std::thread> threads;
@@ -603,21 +603,21 @@ void replay(Capture& capture, int device) {
 }
 
 std::map<void*, std::shared_ptr<Stream>>& streams() {
-  static auto* found = new std::map<void*, std::shared_ptr<Stream>>;
-  return *found;
+  static auto* instance = new std::map<void*, std::shared_ptr<Stream>>;
+  return *instance;
 }
 std::map<void*, std::shared_ptr<Event>>& events() {
-  static auto* found = new std::map<void*, std::shared_ptr<Event>>;
-  return *found;
+  static auto* instance = new std::map<void*, std::shared_ptr<Event>>;
+  return *instance;
 }
 
-// A stream that the calling thread may use; `code` tells why not.
+// The stream of a handle; null if the calling thread may not use it, with the error in `code`.
 std::shared_ptr<Stream> queue(void* handle, const char* call, int& code) {
   std::shared_ptr<Stream> stream;
   {
     std::lock_guard<std::mutex> lock(table);
-    auto found = streams().find(handle);
-    if (found != streams().end()) stream = found->second;
+    auto entry = streams().find(handle);
+    if (entry != streams().end()) stream = entry->second;
   }
   if (!stream) {
     code = violation(InvalidHandle, "%s on %p, which is no stream", call, handle);
@@ -632,7 +632,7 @@ std::shared_ptr<Stream> queue(void* handle, const char* call, int& code) {
   return code ? nullptr : stream;
 }
 
-// Memory that operations of a stream may touch; `code` tells why not.
+// The memory of a range; null if a stream may not access it, with the error in `code`.
 std::shared_ptr<Memory> reach(Stream& stream, const void* pointer, size_t nbytes, const char* call,
                               int& code) {
   auto memory = holder(pointer, nbytes);
@@ -680,7 +680,7 @@ int prepare(const char* call, Stream& stream, void* target, size_t target_pitch,
     return violation(InvalidMemcpyDirection, "%s of kind %d from %s to %s memory", call, kind,
                      KINDS[from->kind], KINDS[to->kind]);
   auto run = [=] {
-    // A signal's word is read by others meanwhile.
+    // Other threads poll the word of a signal during the copy.
     if (width == 4 && height == 1 && reinterpret_cast<uintptr_t>(target) % 4 == 0) {
       uint32_t value;
       memcpy(&value, source, 4);
@@ -734,7 +734,7 @@ int write_value(const char* call, void* handle, void* pointer, uint64_t value, i
   return Success;
 }
 
-// Handles of memory, as other processes get them.
+// Handles of memory for other processes.
 struct Handle {
   uint64_t magic, serial, nbytes, offset, inode;
   int pid, fd, device, kind;
@@ -744,33 +744,33 @@ struct IpcMemHandle {
 };
 static_assert(sizeof(Handle) <= sizeof(IpcMemHandle));
 
-// Code of kernels, of which only the names are used.
+// Kernels, known by name only.
 struct Function {
   std::string name;
 };
 std::map<void*, std::vector<std::unique_ptr<Function>>>& modules() {
-  static auto* found = new std::map<void*, std::vector<std::unique_ptr<Function>>>;
-  return *found;
+  static auto* instance = new std::map<void*, std::vector<std::unique_ptr<Function>>>;
+  return *instance;
 }
 
 int leaks() {
   std::lock_guard<std::mutex> lock(table);
-  std::string found;
+  std::string report;
   for (auto& [start, memory] : memories()) {
     bool own = memory->kind != Adopted && !memory->mapped;
-    if (own && memory->header()->openers) continue;  // not this process's fault
-    found += "leak: " + std::to_string(memory->nbytes) + " bytes of " + KINDS[memory->kind] +
+    if (own && memory->header()->openers) continue;  // the fault of another process
+    report += "leak: " + std::to_string(memory->nbytes) + " bytes of " + KINDS[memory->kind] +
              " memory" + (memory->mapped ? ", mapped from another process\n" : "\n");
   }
-  for (size_t i = 0; i < streams().size(); i++) found += "leak: a stream\n";
-  for (size_t i = 0; i < events().size(); i++) found += "leak: an event\n";
-  for (size_t i = 0; i < modules().size(); i++) found += "leak: a module\n";
-  for (size_t i = 0; i < graphs().size(); i++) found += "leak: a graph\n";
-  fputs(found.c_str(), stderr);
+  for (size_t i = 0; i < streams().size(); i++) report += "leak: a stream\n";
+  for (size_t i = 0; i < events().size(); i++) report += "leak: an event\n";
+  for (size_t i = 0; i < modules().size(); i++) report += "leak: a module\n";
+  for (size_t i = 0; i < graphs().size(); i++) report += "leak: a graph\n";
+  fputs(report.c_str(), stderr);
   fflush(stderr);
   std::lock_guard<std::mutex> talking(saying);
-  said += found;
-  return std::count(found.begin(), found.end(), '\n');
+  said += report;
+  return std::count(report.begin(), report.end(), '\n');
 }
 
 
@@ -792,7 +792,7 @@ T argument(void** arguments, int index) {
   return value;
 }
 
-// The words of a signal kernel, which have to lie in memory that is coherent between processes.
+// The words of a signal kernel. Their memory must be coherent between processes.
 int signal_words(Stream& stream, void** arguments, Words& words, uint32_t& count, Uses& uses) {
   words = argument<Words>(arguments, 0);
   count = argument<uint32_t>(arguments, 1);
@@ -823,19 +823,19 @@ struct F16 {
 float widened(float value) { return value; }
 float widened(Bf16 value) {
   uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float found;
-  memcpy(&found, &bits, sizeof found);
-  return found;
+  float result;
+  memcpy(&result, &bits, sizeof result);
+  return result;
 }
 float widened(F16 value) {
   int exponent = value.bits >> 10 & 31, fraction = value.bits & 1023;
-  float found = exponent == 31 ? (fraction ? NAN : INFINITY)
+  float result = exponent == 31 ? (fraction ? NAN : INFINITY)
                 : exponent     ? std::ldexp(1024.0f + fraction, exponent - 25)
                                : std::ldexp(static_cast<float>(fraction), -24);
-  return value.bits >> 15 ? -found : found;
+  return value.bits >> 15 ? -result : result;
 }
 
-// To the nearest, ties to even.
+// Round to nearest, ties to even.
 void round_to(float value, float& to) { to = value; }
 void round_to(float value, Bf16& to) {
   uint32_t bits;
@@ -844,7 +844,7 @@ void round_to(float value, Bf16& to) {
 }
 void round_to(float value, F16& to) {
   float size = std::fabs(value);
-  int exponent = -13;  // subnormal numbers lie as far apart as the smallest normal ones
+  int exponent = -13;  // subnormal numbers have the spacing of the smallest normal numbers
   if (size >= 0x1p-14f) std::frexp(size, &exponent);
   uint32_t bits = 0x7c00;
   if (std::isnan(value))
@@ -854,24 +854,24 @@ void round_to(float value, F16& to) {
   to.bits = bits | (std::signbit(value) << 15);
 }
 
-// Parts in their order, added in float and rounded once. Rows of `width` elements lie `pitch` apart
-// in all parts and `out_pitch` apart in the result. The first `vectors` times 16 bytes of the
-// result are counted by such units, as the kernel does.
+// Sum parts in order in float, and round once. Rows have `width` elements, at distances of `pitch`
+// in the parts and `out_pitch` in the result. The first `vectors` units of 16 bytes of the result
+// are addressed by units, as in the kernel.
 template <typename In, typename Out>
 int reduce(Stream& stream, uint32_t blocks, void** arguments) {
   constexpr uint64_t EACH = 16 / sizeof(Out);
   auto* out = argument<char*>(arguments, 0);
   auto parts = argument<Parts>(arguments, 1);
-  auto count = argument<uint32_t>(arguments, 2), told = argument<uint32_t>(arguments, 3);
+  auto count = argument<uint32_t>(arguments, 2), grid = argument<uint32_t>(arguments, 3);
   size_t vectors = argument<uint64_t>(arguments, 4), elements = argument<uint64_t>(arguments, 5);
   size_t width = argument<uint64_t>(arguments, 6), pitch = argument<uint64_t>(arguments, 7);
   size_t out_pitch = argument<uint64_t>(arguments, 8);
   float factor = argument<float>(arguments, 9);
-  if (!count || count > PARTS || !elements || !width || elements % width || told != blocks ||
+  if (!count || count > PARTS || !elements || !width || elements % width || grid != blocks ||
       vectors * EACH > elements)
     return violation(InvalidValue, "a sum of %u parts of %zu elements, %zu of them by vectors, in "
                      "rows of %zu, by %u blocks of %u", count, elements, vectors * EACH, width,
-                     blocks, told);
+                     blocks, grid);
   bool apart = width != pitch || width != out_pitch;
   if (vectors && apart && (width % EACH || pitch % EACH || out_pitch % EACH))
     return violation(InvalidValue, "a sum by vectors of rows of %zu, %zu and %zu apart", width,
@@ -910,18 +910,18 @@ int reduce(Stream& stream, uint32_t blocks, void** arguments) {
 
 // Casts to e4m3.
 
-// The nearest e4m3, ties to even; no value is beyond the largest.
+// Round to the nearest e4m3, ties to even; values do not exceed the largest e4m3.
 uint8_t e4m3(float value, bool fnuz) {
   if (std::isnan(value)) return fnuz ? 0x80 : 0x7f;
-  int least = fnuz ? -7 : -6, exponent = least + 1;  // of normal numbers; as frexp has it
+  int least = fnuz ? -7 : -6, exponent = least + 1;  // of normal numbers; by frexp's convention
   float size = std::fabs(value);
   if (size >= std::ldexp(1.0f, least)) std::frexp(size, &exponent);
-  auto steps = std::lrint(std::ldexp(size, 4 - exponent));  // 8 to 16 where it is normal
+  auto steps = std::lrint(std::ldexp(size, 4 - exponent));  // 8 to 16 for normal numbers
   uint8_t bits = (exponent - least - 1) * 8 + steps;
   return bits || !fnuz ? bits | (std::signbit(value) ? 0x80 : 0) : 0;
 }
 
-// Rows of which so many elements share a factor, the smallest power of two that does not overflow.
+// Cast rows. `length` elements share a factor, the smallest power of two that does not overflow.
 template <typename In>
 int cast(Stream& stream, uint32_t blocks, void** arguments) {
   auto* out = argument<uint8_t*>(arguments, 0);
@@ -932,12 +932,12 @@ int cast(Stream& stream, uint32_t blocks, void** arguments) {
   size_t rows = argument<uint32_t>(arguments, 6), cols = argument<uint32_t>(arguments, 7);
   size_t length = argument<uint32_t>(arguments, 8);
   auto team = argument<uint32_t>(arguments, 9), fnuz = argument<uint32_t>(arguments, 10);
-  auto aligned = argument<uint32_t>(arguments, 11), told = argument<uint32_t>(arguments, 12);
+  auto aligned = argument<uint32_t>(arguments, 11), grid = argument<uint32_t>(arguments, 12);
   auto at = reinterpret_cast<uintptr_t>(in);
-  if (!rows || !cols || !length || cols % 16 || told != blocks || !team || team > 256 ||
+  if (!rows || !cols || !length || cols % 16 || grid != blocks || !team || team > 256 ||
       (team & (team - 1)) || (aligned && (at % 16 || pitch * sizeof(In) % 16)))
     return violation(InvalidValue, "a cast of %zu x %zu by %zu, teams of %u and %u blocks of %u",
-                     rows, cols, length, team, blocks, told);
+                     rows, cols, length, team, blocks, grid);
   size_t parts = (cols + length - 1) / length;
   Uses uses;
   for (auto [from, bytes] :
@@ -982,20 +982,20 @@ struct Means {
   Strides strides[PARTS], lse_strides[PARTS];
 };
 
-// The mean of parts, weighted by what their log-sum-exp says, in float and rounded once.
+// Mean of parts with the weights of their log-sum-exp, in float and rounded once.
 template <typename T>
 int merge(Stream& stream, uint32_t blocks, void** arguments) {
   auto* out = argument<T*>(arguments, 0);
   auto out_strides = argument<Strides>(arguments, 1), lse_strides = argument<Strides>(arguments, 3);
   auto* lse = argument<float*>(arguments, 2);
   auto parts = argument<Means>(arguments, 4);
-  auto count = argument<uint32_t>(arguments, 5), told = argument<uint32_t>(arguments, 10);
+  auto count = argument<uint32_t>(arguments, 5), grid = argument<uint32_t>(arguments, 10);
   size_t units = argument<uint32_t>(arguments, 6), heads = argument<uint32_t>(arguments, 7);
   size_t rows = argument<uint32_t>(arguments, 8), total = argument<uint64_t>(arguments, 9);
   size_t each = units * heads * rows, size = units * 16 / sizeof(T);
-  if (!count || count > PARTS || !each || !total || total % each || told != blocks)
+  if (!count || count > PARTS || !each || !total || total % each || grid != blocks)
     return violation(InvalidValue, "a merge of %u parts of %zu units, %zu a batch, by %u blocks "
-                     "of %u", count, total, each, blocks, told);
+                     "of %u", count, total, each, blocks, grid);
   size_t batch = total / each;
   auto reached = [=](const Strides& by) {
     return (batch - 1) * by.batch + (heads - 1) * by.head + (rows - 1) * by.row;
@@ -1011,7 +1011,7 @@ int merge(Stream& stream, uint32_t blocks, void** arguments) {
     size_t bytes_of_lse = (reached(last ? lse_strides : parts.lse_strides[i]) + 1) * 4;
     for (auto [from, length] : {std::pair<const char*, size_t>{at, bytes},
                                 {reinterpret_cast<const char*>(weights), bytes_of_lse}}) {
-      if (!from && last) continue;  // the log-sum-exp of all is not wanted
+      if (!from && last) continue;  // the caller does not request the log-sum-exp
       int code = 0;
       auto memory = reach(stream, from, length, "a merge", code);
       if (!memory) return code;
@@ -1041,7 +1041,7 @@ int merge(Stream& stream, uint32_t blocks, void** arguments) {
   return Success;
 }
 
-// How many pairs of a token and a choice chose an expert before, and the rows that they take.
+// For each pair of token and choice, its number among the pairs of its expert, and its row.
 int route(Stream& stream, uint32_t blocks, void** arguments) {
   auto* places = argument<uint64_t*>(arguments, 0);
   auto* rows = argument<uint64_t*>(arguments, 1);
@@ -1086,7 +1086,7 @@ int route(Stream& stream, uint32_t blocks, void** arguments) {
   return Success;
 }
 
-// A function of the first half of each row, times the second half.
+// SiLU or ReLU of the first half of each row, times the second half.
 template <typename T, bool SILU>
 int gated(Stream& stream, uint32_t blocks, void** arguments) {
   auto* out = argument<T*>(arguments, 0);
@@ -1094,10 +1094,10 @@ int gated(Stream& stream, uint32_t blocks, void** arguments) {
   auto* in = argument<const T*>(arguments, 3);
   size_t in_batch = argument<uint64_t>(arguments, 4), in_row = argument<uint64_t>(arguments, 5);
   size_t rows = argument<uint32_t>(arguments, 6), units = argument<uint32_t>(arguments, 7);
-  size_t total = argument<uint64_t>(arguments, 8), told = argument<uint32_t>(arguments, 9);
-  if (!units || !rows || !total || total % (units * rows) || told != blocks)
+  size_t total = argument<uint64_t>(arguments, 8), grid = argument<uint32_t>(arguments, 9);
+  if (!units || !rows || !total || total % (units * rows) || grid != blocks)
     return violation(InvalidValue, "gates of %zu units, %zu rows of %zu, by %u blocks of %zu",
-                     total, rows, units, blocks, told);
+                     total, rows, units, blocks, grid);
   size_t batches = total / units / rows, cols = units * 16 / sizeof(T);
   size_t reached = (batches - 1) * out_batch + (rows - 1) * out_row + cols;
   size_t read = (batches - 1) * in_batch + (rows - 1) * in_row + 2 * cols;
@@ -1127,7 +1127,7 @@ int gated(Stream& stream, uint32_t blocks, void** arguments) {
   return Success;
 }
 
-// The sums of the rows that tokens pick, by weights, in float and rounded once.
+// Weighted sums of the rows that tokens pick, in float and rounded once.
 template <typename T>
 int combine(Stream& stream, uint32_t blocks, void** arguments) {
   auto* out = argument<T*>(arguments, 0);
@@ -1136,10 +1136,10 @@ int combine(Stream& stream, uint32_t blocks, void** arguments) {
   size_t by_token = argument<uint64_t>(arguments, 3), by_choice = argument<uint64_t>(arguments, 4);
   auto* weights = argument<const float*>(arguments, 5);
   size_t choices = argument<uint32_t>(arguments, 6), units = argument<uint32_t>(arguments, 7);
-  size_t total = argument<uint64_t>(arguments, 8), told = argument<uint32_t>(arguments, 9);
-  if (!units || !total || total % units || told != blocks)
+  size_t total = argument<uint64_t>(arguments, 8), grid = argument<uint32_t>(arguments, 9);
+  if (!units || !total || total % units || grid != blocks)
     return violation(InvalidValue, "a combination of %zu units, %zu a row, by %u blocks of %zu",
-                     total, units, blocks, told);
+                     total, units, blocks, grid);
   size_t tokens = total / units, size = units * 16 / sizeof(T);
   for (const void* at : {static_cast<const void*>(out), static_cast<const void*>(rows)})
     if (reinterpret_cast<uintptr_t>(at) % 16)
@@ -1195,7 +1195,7 @@ const std::map<std::string, Launch> ARITHMETIC = {
     {"ficco_relu_gated_float16", gated<F16, false>},
 };
 
-// Names of the other kernels. The last ten are found, but not carried out.
+// Names of the other kernels. The last ten can be loaded, but do not run.
 const std::set<std::string> KERNELS = {
     "ficco_post",
     "ficco_wait",
@@ -1292,14 +1292,14 @@ struct AtExit {
 // For tests.
 
 API int double_violations() { return violations.exchange(0); }
-// What the violations were, since this was asked for last.
+// Texts of violations and leaks since the previous call.
 API const char* double_said() {
   static thread_local std::string text;
   std::lock_guard<std::mutex> lock(saying);
   text = std::exchange(said, "");
   return text.c_str();
 }
-// Names of all calls so far, one a line.
+// Names of all calls so far, one per line.
 API const char* double_called() {
   static thread_local std::string text;
   std::lock_guard<std::mutex> lock(failing);
@@ -1310,7 +1310,7 @@ API const char* double_called() {
 }
 API int double_leaks() { return leaks(); }
 API void double_fail(const char* call, int code, long first, long count) {
-  injected("");  // the environment's come first
+  injected("");  // reads the failures of the environment first
   fail_on_purpose(call, code, first, count);
 }
 API long double_calls(const char* call) {
@@ -1318,27 +1318,27 @@ API long double_calls(const char* call) {
   return counts()[call];
 }
 API void double_jitter(long most_us) { settings().jitter_us = most_us; }
-// From now on each operation of a queue begins so much later, 0 for as before.
+// Delay each later operation of a queue by `us`; 0 ends the delay.
 API int double_delay(void* stream, long us) {
   std::lock_guard<std::mutex> lock(table);
-  auto found = streams().find(stream);
-  if (found == streams().end()) return InvalidHandle;
-  found->second->delay_us = us;
+  auto entry = streams().find(stream);
+  if (entry == streams().end()) return InvalidHandle;
+  entry->second->delay_us = us;
   return Success;
 }
 
-// From now on nothing reaches the memory of a process.
+// Make the memory of a process unreachable.
 API void double_lose(int pid) {
   std::lock_guard<std::mutex> lock(table);
   lost.insert(pid);
 }
 
-// Host memory that is taken for memory of the current device: CPU tensors of the caller's.
+// Treat host memory, the CPU tensors of the caller, as memory of the current device.
 API int double_adopt(void* start, size_t nbytes) {
   std::lock_guard<std::mutex> lock(table);
   auto& memory = memories()[static_cast<char*>(start)];
   if (memory) {
-    if (memory->kind != Adopted) return Success;  // a tensor in memory of the device
+    if (memory->kind != Adopted) return Success;  // a tensor in device memory
     if (memory->nbytes != nbytes)
       return violation(InvalidValue, "operands of %zu bytes where %zu are known", nbytes,
                        memory->nbytes);
@@ -1356,11 +1356,11 @@ API int double_adopt(void* start, size_t nbytes) {
 }
 API int double_forget(void* start) {
   std::lock_guard<std::mutex> lock(table);
-  auto found = memories().find(static_cast<char*>(start));
-  if (found == memories().end() || found->second->kind != Adopted) return InvalidValue;
-  if (--found->second->opened) return Success;
-  int pending = found->second->pending;
-  memories().erase(found);
+  auto entry = memories().find(static_cast<char*>(start));
+  if (entry == memories().end() || entry->second->kind != Adopted) return InvalidValue;
+  if (--entry->second->opened) return Success;
+  int pending = entry->second->pending;
+  memories().erase(entry);
   if (pending && !sticky) return violation(InvalidValue, "operands freed while in use");
   return Success;
 }
@@ -1368,12 +1368,12 @@ API int double_forget(void* start) {
 // Devices.
 
 API const char* hipGetErrorName(int code) {
-  auto found = NAMES.find(code);
-  return found == NAMES.end() ? "hipErrorUnknown" : found->second.first;
+  auto entry = NAMES.find(code);
+  return entry == NAMES.end() ? "hipErrorUnknown" : entry->second.first;
 }
 API const char* hipGetErrorString(int code) {
-  auto found = NAMES.find(code);
-  return found == NAMES.end() ? "unknown error" : found->second.second;
+  auto entry = NAMES.find(code);
+  return entry == NAMES.end() ? "unknown error" : entry->second.second;
 }
 API int hipGetDeviceCount(int* count) {
   ENTER("hipGetDeviceCount");
@@ -1446,14 +1446,14 @@ API int hipHostMalloc(void** pointer, size_t nbytes, unsigned) {
   UNSAFE("hipHostMalloc");
   return allocate(pointer, nbytes, Host);
 }
-// During a capture nothing may be freed, in no mode: graphs may use it.
+// No mode allows frees during a capture: graphs may use the memory.
 static bool in_capture() {
   std::lock_guard<std::mutex> lock(capturing);
   for (auto& capture : open_captures())
     if (capture->thread == std::this_thread::get_id()) return true;
   return false;
 }
-// To free memory waits for all queues of the device; for ever, if one of them waits for ever.
+// A free waits for all queues of the device, and hangs if one of them hangs.
 static int settled(const char* call) {
   auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   while (!sticky && std::chrono::steady_clock::now() < end) {
@@ -1484,12 +1484,12 @@ API int hipHostFree(void* pointer) {
 API int hipIpcGetMemHandle(IpcMemHandle* target, void* pointer) {
   ENTER("hipIpcGetMemHandle");
   std::lock_guard<std::mutex> lock(table);
-  auto found = memories().find(static_cast<char*>(pointer));
-  if (found == memories().end() || found->second->mapped || found->second->device < 0 ||
-      found->second->kind == Adopted)
+  auto entry = memories().find(static_cast<char*>(pointer));
+  if (entry == memories().end() || entry->second->mapped || entry->second->device < 0 ||
+      entry->second->kind == Adopted)
     return violation(InvalidValue, "hipIpcGetMemHandle of %p, which is no device memory of this "
                      "process or not its beginning", pointer);
-  auto& memory = *found->second;
+  auto& memory = *entry->second;
   if (memory.kind == Signal && !settings().signal_ipc) return latch(InvalidValue);
   Handle handle{MAGIC, memory.header()->serial, memory.nbytes, memory.offset,
                 memory.backing->inode, getpid(), memory.backing->fd, memory.device, memory.kind};
@@ -1497,11 +1497,11 @@ API int hipIpcGetMemHandle(IpcMemHandle* target, void* pointer) {
   memcpy(target, &handle, sizeof handle);
   return Success;
 }
-API int hipIpcOpenMemHandle(void** pointer, IpcMemHandle given, unsigned flags) {
+API int hipIpcOpenMemHandle(void** pointer, IpcMemHandle reference, unsigned flags) {
   ENTER("hipIpcOpenMemHandle");
   UNSAFE("hipIpcOpenMemHandle");
   Handle handle;
-  memcpy(&handle, &given, sizeof handle);
+  memcpy(&handle, &reference, sizeof handle);
   *pointer = nullptr;
   if (handle.magic != MAGIC) return violation(InvalidHandle, "hipIpcOpenMemHandle of garbage");
   if (flags != 1) return violation(InvalidValue, "hipIpcOpenMemHandle with flags %u", flags);
@@ -1551,15 +1551,15 @@ API int hipIpcCloseMemHandle(void* pointer) {
   ENTER("hipIpcCloseMemHandle");
   UNSAFE("hipIpcCloseMemHandle");
   std::lock_guard<std::mutex> lock(table);
-  auto found = memories().find(static_cast<char*>(pointer));
-  if (found == memories().end() || !found->second->mapped)
+  auto entry = memories().find(static_cast<char*>(pointer));
+  if (entry == memories().end() || !entry->second->mapped)
     return violation(InvalidValue, "hipIpcCloseMemHandle of %p, which is not open", pointer);
-  auto memory = found->second;
+  auto memory = entry->second;
   if (memory->pending && !sticky)
     return violation(InvalidValue, "hipIpcCloseMemHandle while a queue uses the memory");
   if (--memory->opened) return Success;
   memory->header()->openers--;
-  memories().erase(found);
+  memories().erase(entry);
   return Success;
 }
 
@@ -1570,9 +1570,9 @@ API int hipStreamCreateWithPriority(void** target, unsigned flags, int priority)
   UNSAFE("hipStreamCreateWithPriority");
   if (flags > 1 || priority < -1 || priority > 1) return InvalidValue;
   std::lock_guard<std::mutex> lock(table);
-  auto made = std::make_shared<Stream>(current_device, hardware(current_device, priority));
-  streams()[made.get()] = made;
-  *target = made.get();
+  auto stream = std::make_shared<Stream>(current_device, hardware(current_device, priority));
+  streams()[stream.get()] = stream;
+  *target = stream.get();
   return Success;
 }
 API int hipStreamDestroy(void* handle) {
@@ -1581,14 +1581,14 @@ API int hipStreamDestroy(void* handle) {
   std::shared_ptr<Stream> stream;
   {
     std::lock_guard<std::mutex> lock(table);
-    auto found = streams().find(handle);
-    if (found == streams().end())
+    auto entry = streams().find(handle);
+    if (entry == streams().end())
       return violation(InvalidHandle, "hipStreamDestroy of %p, which is no stream", handle);
-    stream = found->second;
+    stream = entry->second;
     if (!stream->idle() && !sticky)
       return violation(InvalidHandle, "hipStreamDestroy of a stream that is not idle");
     stream->queue->users--;
-    streams().erase(found);
+    streams().erase(entry);
   }
   {
     std::lock_guard<std::mutex> held(stream->lock);
@@ -1612,16 +1612,16 @@ API int hipStreamQuery(void* handle) {
 }
 API int hipEventCreateWithFlags(void** target, unsigned flags) {
   ENTER("hipEventCreateWithFlags");
-  auto made = std::make_shared<Event>(Event{current_device, flags, nullptr, nullptr});
+  auto event = std::make_shared<Event>(Event{current_device, flags, nullptr, nullptr});
   std::lock_guard<std::mutex> lock(table);
-  events()[made.get()] = made;
-  *target = made.get();
+  events()[event.get()] = event;
+  *target = event.get();
   return Success;
 }
 static std::shared_ptr<Event> event_of(void* handle, const char* call, int& code) {
   std::lock_guard<std::mutex> lock(table);
-  auto found = events().find(handle);
-  if (found != events().end()) return found->second;
+  auto entry = events().find(handle);
+  if (entry != events().end()) return entry->second;
   code = violation(InvalidHandle, "%s of %p, which is no event", call, handle);
   return nullptr;
 }
@@ -1719,7 +1719,7 @@ API int hipEventElapsedTime(float* ms, void* start, void* stop) {
   return Success;
 }
 
-// What queues do.
+// Operations of queues.
 
 API int hipMemcpyDtoDAsync(void* target, void* source, size_t nbytes, void* stream) {
   ENTER("hipMemcpyDtoDAsync");
@@ -1747,8 +1747,8 @@ API int hipMemcpy2DAsync(void* target, size_t target_pitch, const void* source,
               stream);
 }
 
-// Copies in any order, each at any time between the work of the stream before the batch and the work
-// after it. The runtimes before HIP 7.12 make them in their order and refuse attributes.
+// The copies of a batch run in any order, after earlier work of the stream and before later work.
+// Runtimes before HIP 7.12 keep the order of the batch and refuse attributes.
 struct CopyAttributes {
   int source_order, source_kind, source_at, target_kind, target_at;
   unsigned flags;
@@ -1771,8 +1771,8 @@ API int hipMemcpyBatchAsync(void** targets, void** sources, size_t* sizes, size_
   std::vector<Work> parts(count);
   Uses uses;
   auto meet = [&](void** left, size_t i, void** right, size_t j) {
-    auto *one = static_cast<char*>(left[i]), *two = static_cast<char*>(right[j]);
-    return one < two + sizes[j] && two < one + sizes[i];
+    auto *a = static_cast<char*>(left[i]), *b = static_cast<char*>(right[j]);
+    return a < b + sizes[j] && b < a + sizes[i];
   };
   for (size_t i = 0; i < count; i++) {
     if (!sizes[i]) return violation(InvalidValue, "%s: copy %zu has no bytes", call, i);
@@ -1825,8 +1825,8 @@ API int hipStreamWaitValue32(void* handle, void* pointer, uint32_t value, unsign
                      call, KINDS[memory->kind], memory->mapped ? " of another process" : "");
   if (flags > 1 || !mask) return violation(InvalidValue, "%s with flags %u, mask %u", call, flags, mask);
   auto ready = [=] {
-    uint32_t found = __atomic_load_n(static_cast<uint32_t*>(pointer), __ATOMIC_ACQUIRE) & mask;
-    return flags == 1 ? found == value : static_cast<int32_t>(found - value) >= 0;
+    uint32_t word = __atomic_load_n(static_cast<uint32_t*>(pointer), __ATOMIC_ACQUIRE) & mask;
+    return flags == 1 ? word == value : static_cast<int32_t>(word - value) >= 0;
   };
   stream->add({[] {}, ready, {memory}});
   return Success;
@@ -1863,13 +1863,13 @@ API int hipStreamBeginCapture(void* handle, int mode) {
   if (stream->capture || mode < 0 || mode > 2)
     return violation(InvalidValue, "hipStreamBeginCapture on a stream in a capture, or mode %d",
                      mode);
-  auto made = std::make_shared<Capture>();
-  made->id = ++captures;
-  made->mode = mode;
-  made->thread = std::this_thread::get_id();
-  made->origin = stream.get();
-  open_captures().push_back(made);
-  stream->join(made);
+  auto capture = std::make_shared<Capture>();
+  capture->id = ++captures;
+  capture->mode = mode;
+  capture->thread = std::this_thread::get_id();
+  capture->origin = stream.get();
+  open_captures().push_back(capture);
+  stream->join(capture);
   return Success;
 }
 API int hipStreamIsCapturing(void* handle, int* status) {
@@ -1904,9 +1904,9 @@ API int hipStreamEndCapture(void* handle, void** graph) {
   auto& open = open_captures();
   open.erase(std::find(open.begin(), open.end(), capture));
   capture->ended = true;
-  for (auto* one : capture->streams) one->capture = nullptr;
+  for (auto* member : capture->streams) member->capture = nullptr;
   if (capture->invalid) return latch(CaptureInvalidated);
-  // What the origin's end waits for, lane by lane; anything else is not joined.
+  // Number of nodes per lane that precede the end of the origin; other nodes are not joined.
   std::vector<size_t> joined(capture->lanes.size(), 0), seen(joined);
   joined[0] = capture->lanes[0].size();
   for (bool more = true; more;) {
@@ -1922,16 +1922,16 @@ API int hipStreamEndCapture(void* handle, void** graph) {
     if (joined[lane] < capture->lanes[lane].size())
       return violation(CaptureUnjoined, "hipStreamEndCapture with a stream that was not joined");
   std::lock_guard<std::mutex> held(table);
-  auto made = std::make_unique<Graph>(Graph{capture, false});
-  *graph = made.get();
-  graphs()[*graph] = std::move(made);
+  auto captured = std::make_unique<Graph>(Graph{capture, false});
+  *graph = captured.get();
+  graphs()[*graph] = std::move(captured);
   return Success;
 }
 static Graph* graph_of(void* handle, bool executable, const char* call, int& code) {
   std::lock_guard<std::mutex> lock(table);
-  auto found = graphs().find(handle);
-  if (found != graphs().end() && found->second->executable == executable)
-    return found->second.get();
+  auto entry = graphs().find(handle);
+  if (entry != graphs().end() && entry->second->executable == executable)
+    return entry->second.get();
   code = violation(InvalidHandle, "%s of %p, which is no such graph", call, handle);
   return nullptr;
 }
@@ -1943,9 +1943,9 @@ API int hipGraphInstantiateWithFlags(void** target, void* handle, unsigned long 
   if (!graph) return code;
   if (flags) return latch(InvalidValue);
   std::lock_guard<std::mutex> lock(table);
-  auto made = std::make_unique<Graph>(Graph{graph->capture, true});
-  *target = made.get();
-  graphs()[*target] = std::move(made);
+  auto executable = std::make_unique<Graph>(Graph{graph->capture, true});
+  *target = executable.get();
+  graphs()[*target] = std::move(executable);
   return Success;
 }
 API int hipGraphLaunch(void* handle, void* on) {
@@ -1960,8 +1960,8 @@ API int hipGraphLaunch(void* handle, void* on) {
     for (auto& node : lane)
       for (auto& memory : node.work.uses) {
         std::lock_guard<std::mutex> lock(table);
-        auto found = memories().find(memory->start);
-        if (found == memories().end() || found->second != memory)
+        auto entry = memories().find(memory->start);
+        if (entry == memories().end() || entry->second != memory)
           return violation(InvalidValue, "hipGraphLaunch: %s memory that it uses is gone",
                            KINDS[memory->kind]);
         memory->pending++;
@@ -2001,12 +2001,12 @@ API int hipModuleLoadData(void** module, const void* image) {
 API int hipModuleGetFunction(void** function, void* module, const char* name) {
   ENTER("hipModuleGetFunction");
   std::lock_guard<std::mutex> lock(table);
-  auto found = modules().find(module);
-  if (found == modules().end())
+  auto entry = modules().find(module);
+  if (entry == modules().end())
     return violation(InvalidHandle, "hipModuleGetFunction of %p, which is no module", module);
   if (!ARITHMETIC.count(name) && !KERNELS.count(name)) return latch(NotFound);
-  found->second.push_back(std::make_unique<Function>(Function{name}));
-  *function = found->second.back().get();
+  entry->second.push_back(std::make_unique<Function>(Function{name}));
+  *function = entry->second.back().get();
   return Success;
 }
 API int hipModuleUnload(void* module) {

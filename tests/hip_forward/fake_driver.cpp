@@ -1,8 +1,8 @@
-// A CUDA driver on the strict double of HIP's library, so that forward.cpp can be run without a GPU:
-// what it makes of HIP's calls comes back as HIP's calls, and has to be the same.
+// A CUDA driver on the strict double of HIP's library, so that forward.cpp runs without a GPU:
+// forward.cpp turns HIP calls into CUDA calls, and this driver turns them into the same HIP calls.
 //
-// HIP_FORWARD_DOUBLE names the double's library. All of a device's memory is fine-grained there, and
-// waited on under HIP_DOUBLE_WAIT_ANY=1: CUDA has one kind of memory.
+// HIP_FORWARD_DOUBLE names the double's library. All memory of a device is fine-grained, and
+// streams wait on it under HIP_DOUBLE_WAIT_ANY=1, since CUDA has one kind of memory.
 
 #include <cuda.h>
 #include <dlfcn.h>
@@ -19,12 +19,12 @@ namespace {
 template <typename... Arguments>
 CUresult hip(const char* name, Arguments... arguments) {
   static void* library = dlopen(getenv("HIP_FORWARD_DOUBLE"), RTLD_NOW | RTLD_LOCAL);
-  auto* found = library ? dlsym(library, name) : nullptr;
-  if (!found) {
+  auto* function = library ? dlsym(library, name) : nullptr;
+  if (!function) {
     fprintf(stderr, "fake driver: %s: %s\n", name, dlerror());
     abort();
   }
-  return static_cast<CUresult>(reinterpret_cast<int (*)(Arguments...)>(found)(arguments...));
+  return static_cast<CUresult>(reinterpret_cast<int (*)(Arguments...)>(function)(arguments...));
 }
 
 thread_local CUcontext current = nullptr;
@@ -103,9 +103,9 @@ API CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr pointer) {
   return hip("hipIpcGetMemHandle", reinterpret_cast<IpcMemHandle*>(handle), memory(pointer));
 }
 API CUresult cuIpcOpenMemHandle(CUdeviceptr* pointer, CUipcMemHandle handle, unsigned flags) {
-  IpcMemHandle given;
-  memcpy(&given, &handle, sizeof given);
-  return hip("hipIpcOpenMemHandle", reinterpret_cast<void**>(pointer), given, flags);
+  IpcMemHandle hip_handle;
+  memcpy(&hip_handle, &handle, sizeof hip_handle);
+  return hip("hipIpcOpenMemHandle", reinterpret_cast<void**>(pointer), hip_handle, flags);
 }
 API CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) {
   return hip("hipIpcCloseMemHandle", memory(pointer));
@@ -133,7 +133,7 @@ API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
   return hip("hipStreamWaitEvent", stream, event, flags);
 }
 
-// What streams do.
+// Operations of streams.
 
 API CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t nbytes, CUstream stream) {
   return hip("hipMemcpyDtoDAsync", memory(to), memory(from), nbytes, stream);
@@ -141,9 +141,9 @@ API CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t nbytes, 
 API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t nbytes, CUstream stream) {
   return hip("hipMemcpyAsync", memory(to), memory(from), nbytes, 4, stream);
 }
-API CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext there, CUdeviceptr from, CUcontext here,
-                               size_t nbytes, CUstream stream) {
-  return hip("hipMemcpyPeerAsync", memory(to), device_of(there), memory(from), device_of(here),
+API CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext target, CUdeviceptr from,
+                               CUcontext source, size_t nbytes, CUstream stream) {
+  return hip("hipMemcpyPeerAsync", memory(to), device_of(target), memory(from), device_of(source),
              nbytes, stream);
 }
 API CUresult cuMemcpy2DAsync(const CUDA_MEMCPY2D* part, CUstream stream) {
@@ -191,9 +191,9 @@ API CUresult cuStreamGetCaptureInfo(CUstream stream, CUstreamCaptureStatus* stat
 #endif
   return hip("hipStreamGetCaptureInfo", stream, status, id);
 }
-API CUresult cuGraphInstantiateWithFlags(CUgraphExec* made, CUgraph graph,
+API CUresult cuGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph,
                                          unsigned long long flags) {
-  return hip("hipGraphInstantiateWithFlags", made, graph, flags);
+  return hip("hipGraphInstantiateWithFlags", exec, graph, flags);
 }
 API CUresult cuGraphLaunch(CUgraphExec graph, CUstream stream) {
   return hip("hipGraphLaunch", graph, stream);

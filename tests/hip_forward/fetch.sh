@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Fetches hip-python for another machine's Python into build/hip-python/cp<version>, for a machine
-# with GPUs and no network: tests/hip_forward/fetch.sh [312]. Its wheels serve that version and later.
+# Downloads hip-python for the Python of another machine to build/hip-python/cp<version>, for machines
+# with GPUs and no network: tests/hip_forward/fetch.sh [312]. The wheels support this version and later.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${1:-312}

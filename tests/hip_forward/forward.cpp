@@ -1,20 +1,20 @@
-// libamdhip64.so on an NVIDIA GPU: the calls of HIP that ficco makes, forwarded to the CUDA driver.
+// libamdhip64.so on an NVIDIA GPU: forwards the HIP calls that ficco makes to the CUDA driver.
 //
-// The HIP engine, through the real hip-python, so runs on real copy engines, streams and memory of
-// other processes. A stream, an event, an address and a function are the driver's own, so that
-// PyTorch's streams serve. The context is the device's primary one, which PyTorch uses, too.
+// With this library and the real hip-python the HIP engine runs on real copy engines, streams and
+// memory of other processes. Streams, events, addresses and functions are those of the driver, so
+// PyTorch's streams can be passed. The context is the device's primary context, as in PyTorch.
 //
-// Where the two differ:
-//   - memory that processes share is allocated in whole blocks of 2 MiB, of which the driver shares
-//     all; a signal of 8 bytes takes one;
-//   - memory of any kind can be waited on, and a device does not cache a peer's: "signal" and
-//     "uncached" memory is plain memory;
-//   - a wait has no mask, and asks for a flush of remote writes where the device offers it;
-//   - kernels are what the driver loads, compiled for the card: ficco compiles for what PyTorch says
-//     the device is.
+// Differences between HIP and CUDA:
+//   - the driver shares memory between processes in blocks of 2 MiB, so allocations are multiples
+//     of 2 MiB; a signal of 8 bytes takes one block;
+//   - streams can wait on memory of any kind, and a device does not cache the memory of a peer:
+//     "signal" and "uncached" memory is plain memory;
+//   - a wait has no mask, and requests a flush of remote writes on devices that support it;
+//   - the driver loads kernels that are compiled for the card: ficco compiles for the device that
+//     PyTorch reports.
 //
-// The library of the driver is looked for by name, so that nothing is linked. In its place
-// HIP_FORWARD_DRIVER names another one.
+// The library opens the driver by name and links no other library. HIP_FORWARD_DRIVER names another
+// driver.
 
 #include <cuda.h>
 #include <dlfcn.h>
@@ -32,13 +32,13 @@
 namespace {
 
 void* driver() {
-  static void* found = [] {
+  static void* library = [] {
     const char* named = getenv("HIP_FORWARD_DRIVER");
-    void* library = dlopen(named && *named ? named : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (!library) fprintf(stderr, "hip forward: %s\n", dlerror());
-    return library;
+    void* opened = dlopen(named && *named ? named : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!opened) fprintf(stderr, "hip forward: %s\n", dlerror());
+    return opened;
   }();
-  return found;
+  return library;
 }
 
 [[noreturn]] void no_function(const char* name) {
@@ -48,20 +48,20 @@ void* driver() {
 
 template <typename Function>
 Function* look_up(const char* name) {
-  auto* found = driver() ? reinterpret_cast<Function*>(dlsym(driver(), name)) : nullptr;
-  if (!found) no_function(name);
-  return found;
+  auto* function = driver() ? reinterpret_cast<Function*>(dlsym(driver(), name)) : nullptr;
+  if (!function) no_function(name);
+  return function;
 }
 
-// A name of cuda.h is a macro that adds the version of the function.
+// Names in cuda.h are macros that add the version of the function.
 #define TEXT(name) #name
-#define DRIVER(name)                                          \
-  ([] {                                                       \
-    static auto* found = look_up<decltype(name)>(TEXT(name)); \
-    return found;                                             \
+#define DRIVER(name)                                             \
+  ([] {                                                          \
+    static auto* function = look_up<decltype(name)>(TEXT(name)); \
+    return function;                                             \
   }())
 
-// Codes of errors are CUDA's, but for those that HIP does not have.
+// Error codes are those of CUDA; codes that HIP lacks become hipErrorUnknown.
 constexpr int SUCCESS = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, INVALID_DEVICE = 101,
               NO_DEVICE = 100, NOT_READY = 600, NOT_SUPPORTED = 801, UNKNOWN = 999;
 const std::map<int, const char*> NAMES = {
@@ -105,14 +105,14 @@ const std::map<int, const char*> NAMES = {
     {UNKNOWN, "hipErrorUnknown"},
 };
 
-thread_local int last_error = SUCCESS;  // until somebody asks for it
+thread_local int last_error = SUCCESS;  // until hipGetLastError
 
-int told(int code) {
+int latch(int code) {
   if (code) last_error = code;
   return code;
 }
 
-int mapped(CUresult result) { return told(NAMES.count(result) ? result : UNKNOWN); }
+int mapped(CUresult result) { return latch(NAMES.count(result) ? result : UNKNOWN); }
 
 #define TRY(expression)                         \
   do {                                          \
@@ -124,20 +124,20 @@ int start() {
   return mapped(result);
 }
 
-// The primary context of a device, kept for as long as the process lives.
+// The primary context of a device, retained until the process ends.
 int context_of(int index, CUcontext& context) {
   static std::mutex guard;
   static std::map<int, CUcontext> known;
   std::lock_guard<std::mutex> lock(guard);
-  auto found = known.find(index);
-  if (found == known.end()) {
+  auto entry = known.find(index);
+  if (entry == known.end()) {
     CUdevice device;
     TRY(DRIVER(cuDeviceGet)(&device, index));
-    CUcontext made;
-    TRY(DRIVER(cuDevicePrimaryCtxRetain)(&made, device));
-    found = known.emplace(index, made).first;
+    CUcontext retained;
+    TRY(DRIVER(cuDevicePrimaryCtxRetain)(&retained, device));
+    entry = known.emplace(index, retained).first;
   }
-  context = found->second;
+  context = entry->second;
   return SUCCESS;
 }
 
@@ -147,7 +147,7 @@ int use(int index) {
   return mapped(DRIVER(cuCtxSetCurrent)(context));
 }
 
-// A thread that has chosen no device uses the first.
+// Threads without a device use the first device.
 int enter() {
   if (int code = start()) return code;
   CUcontext context = nullptr;
@@ -162,16 +162,16 @@ int enter() {
 
 CUdeviceptr at(const void* pointer) { return reinterpret_cast<CUdeviceptr>(pointer); }
 
-constexpr size_t BLOCK = 2 << 20;  // bytes that the driver shares at least
+constexpr size_t BLOCK = 2 << 20;  // smallest unit that the driver shares, in bytes
 
 int allocate(void** pointer, size_t nbytes) {
   ENTER();
-  if (!pointer) return told(INVALID_VALUE);
+  if (!pointer) return latch(INVALID_VALUE);
   *pointer = nullptr;
   if (!nbytes) return SUCCESS;
-  CUdeviceptr made = 0;
-  TRY(DRIVER(cuMemAlloc)(&made, (nbytes + BLOCK - 1) / BLOCK * BLOCK));
-  *pointer = reinterpret_cast<void*>(made);
+  CUdeviceptr allocated = 0;
+  TRY(DRIVER(cuMemAlloc)(&allocated, (nbytes + BLOCK - 1) / BLOCK * BLOCK));
+  *pointer = reinterpret_cast<void*>(allocated);
   return SUCCESS;
 }
 
@@ -185,8 +185,8 @@ static_assert(sizeof(CUipcMemHandle) == sizeof(IpcMemHandle));
 // Errors.
 
 API const char* hipGetErrorName(int code) {
-  auto found = NAMES.find(code);
-  return found == NAMES.end() ? NAMES.at(UNKNOWN) : found->second;
+  auto entry = NAMES.find(code);
+  return entry == NAMES.end() ? NAMES.at(UNKNOWN) : entry->second;
 }
 API const char* hipGetErrorString(int code) {
   const char* text = nullptr;
@@ -205,7 +205,7 @@ API int hipGetDeviceCount(int* count) {
   *count = 0;
   if (int code = start()) return code;
   TRY(DRIVER(cuDeviceGetCount)(count));
-  return *count ? SUCCESS : told(NO_DEVICE);
+  return *count ? SUCCESS : latch(NO_DEVICE);
 }
 API int hipSetDevice(int index) {
   if (int code = start()) return code;
@@ -231,7 +231,7 @@ API int hipDeviceGetAttribute(int* value, int attribute, int index) {
     case 69: wanted = CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID; break;
     case 10013: wanted = CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS; break;  // wait values
     case 10017: *value = 1'000'000; return SUCCESS;  // kHz of the clock that kernels read: 1 ns
-    default: return told(INVALID_VALUE);
+    default: return latch(INVALID_VALUE);
   }
   TRY(DRIVER(cuDeviceGetAttribute)(value, wanted, device));
   return SUCCESS;
@@ -246,7 +246,7 @@ API int hipDeviceCanAccessPeer(int* can, int index, int peer) {
 }
 API int hipDeviceEnablePeerAccess(int peer, unsigned flags) {
   ENTER();
-  if (flags) return told(INVALID_VALUE);
+  if (flags) return latch(INVALID_VALUE);
   CUcontext context = nullptr;
   if (int code = context_of(peer, context)) return code;
   return mapped(DRIVER(cuCtxEnablePeerAccess)(context, 0));
@@ -256,7 +256,7 @@ API int hipDeviceEnablePeerAccess(int peer, unsigned flags) {
 
 API int hipMalloc(void** pointer, size_t nbytes) { return allocate(pointer, nbytes); }
 API int hipExtMallocWithFlags(void** pointer, size_t nbytes, unsigned flags) {
-  if (flags > 3 || (flags == 2 && nbytes != 8)) return told(INVALID_VALUE);
+  if (flags > 3 || (flags == 2 && nbytes != 8)) return latch(INVALID_VALUE);
   return allocate(pointer, nbytes);
 }
 API int hipHostMalloc(void** pointer, size_t nbytes, unsigned) {
@@ -279,12 +279,12 @@ API int hipIpcGetMemHandle(IpcMemHandle* handle, void* pointer) {
 }
 API int hipIpcOpenMemHandle(void** pointer, IpcMemHandle handle, unsigned flags) {
   ENTER();
-  CUipcMemHandle given;
-  memcpy(&given, &handle, sizeof given);
-  CUdeviceptr found = 0;
+  CUipcMemHandle driver_handle;
+  memcpy(&driver_handle, &handle, sizeof driver_handle);
+  CUdeviceptr address = 0;
   *pointer = nullptr;
-  TRY(DRIVER(cuIpcOpenMemHandle)(&found, given, flags));
-  *pointer = reinterpret_cast<void*>(found);
+  TRY(DRIVER(cuIpcOpenMemHandle)(&address, driver_handle, flags));
+  *pointer = reinterpret_cast<void*>(address);
   return SUCCESS;
 }
 API int hipIpcCloseMemHandle(void* pointer) {
@@ -331,7 +331,7 @@ API int hipStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
   return mapped(DRIVER(cuStreamWaitEvent)(stream, event, flags));
 }
 
-// What streams do.
+// Operations of streams.
 
 API int hipMemcpyDtoDAsync(void* target, void* source, size_t nbytes, CUstream stream) {
   ENTER();
@@ -347,11 +347,11 @@ API int hipMemcpyAsync(void* target, const void* source, size_t nbytes, int kind
 API int hipMemcpyPeerAsync(void* target, int to, const void* source, int from, size_t nbytes,
                            CUstream stream) {
   ENTER();
-  CUcontext there = nullptr, here = nullptr;
-  if (int code = context_of(to, there)) return code;
-  if (int code = context_of(from, here)) return code;
-  return mapped(
-      DRIVER(cuMemcpyPeerAsync)(at(target), there, at(source), here, nbytes, stream));
+  CUcontext target_context = nullptr, source_context = nullptr;
+  if (int code = context_of(to, target_context)) return code;
+  if (int code = context_of(from, source_context)) return code;
+  return mapped(DRIVER(cuMemcpyPeerAsync)(at(target), target_context, at(source), source_context,
+                                          nbytes, stream));
 }
 API int hipMemcpy2DAsync(void* target, size_t target_pitch, const void* source,
                          size_t source_pitch, size_t width, size_t height, int kind,
@@ -379,20 +379,20 @@ API int hipStreamWriteValue32(CUstream stream, void* pointer, uint32_t value, un
 API int hipStreamWaitValue32(CUstream stream, void* pointer, uint32_t value, unsigned flags,
                              uint32_t mask) {
   ENTER();
-  if (mask != UINT32_MAX || flags > 3) return told(NOT_SUPPORTED);
+  if (mask != UINT32_MAX || flags > 3) return latch(NOT_SUPPORTED);
   static std::mutex guard;
-  static std::map<CUdevice, unsigned> known;  // what a device's waits ask for
+  static std::map<CUdevice, unsigned> known;  // flags of the waits of a device
   CUdevice device;
   TRY(DRIVER(cuCtxGetDevice)(&device));
   {
     std::lock_guard<std::mutex> lock(guard);
-    auto found = known.find(device);
-    if (found == known.end()) {
+    auto entry = known.find(device);
+    if (entry == known.end()) {
       int can = 0;
       DRIVER(cuDeviceGetAttribute)(&can, CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, device);
-      found = known.emplace(device, can ? unsigned(CU_STREAM_WAIT_VALUE_FLUSH) : 0u).first;
+      entry = known.emplace(device, can ? unsigned(CU_STREAM_WAIT_VALUE_FLUSH) : 0u).first;
     }
-    flags |= found->second;
+    flags |= entry->second;
   }
   return mapped(DRIVER(cuStreamWaitValue32)(stream, at(pointer), value, flags));
 }
@@ -422,18 +422,18 @@ API int hipStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
 API int hipStreamGetCaptureInfo(CUstream stream, CUstreamCaptureStatus* status,
                                 unsigned long long* id) {
   ENTER();
-  cuuint64_t found = 0;
+  cuuint64_t capture = 0;
 #if CUDA_VERSION >= 13000
-  TRY(DRIVER(cuStreamGetCaptureInfo)(stream, status, &found, nullptr, nullptr, nullptr, nullptr));
+  TRY(DRIVER(cuStreamGetCaptureInfo)(stream, status, &capture, nullptr, nullptr, nullptr, nullptr));
 #else
-  TRY(DRIVER(cuStreamGetCaptureInfo)(stream, status, &found, nullptr, nullptr, nullptr));
+  TRY(DRIVER(cuStreamGetCaptureInfo)(stream, status, &capture, nullptr, nullptr, nullptr));
 #endif
-  if (id) *id = found;
+  if (id) *id = capture;
   return SUCCESS;
 }
-API int hipGraphInstantiateWithFlags(CUgraphExec* made, CUgraph graph, unsigned long long flags) {
+API int hipGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph, unsigned long long flags) {
   ENTER();
-  return mapped(DRIVER(cuGraphInstantiateWithFlags)(made, graph, flags));
+  return mapped(DRIVER(cuGraphInstantiateWithFlags)(exec, graph, flags));
 }
 API int hipGraphLaunch(CUgraphExec graph, CUstream stream) {
   ENTER();
@@ -457,7 +457,7 @@ API int hipModuleLoadData(CUmodule* module, const void* image) {
 API int hipModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   ENTER();
   TRY(DRIVER(cuModuleGetFunction)(function, module, name));
-  // Now, because a graph that is being captured may be the first to launch it.
+  // Load now: the first launch of the function may be in a capture.
   return mapped(DRIVER(cuFuncLoad)(*function));
 }
 API int hipModuleUnload(CUmodule module) {

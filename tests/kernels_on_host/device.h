@@ -1,5 +1,5 @@
-// ficco/hip_kernels/device.h for a CPU: one thread at a time, so that the kernels' own code can be
-// run where there is no GPU.
+// ficco/hip_kernels/device.h for a CPU: one thread at a time, so that the code of the kernels runs
+// without a GPU.
 
 #include <math.h>
 #include <pthread.h>
@@ -42,7 +42,7 @@ INLINE void release_device() { release_system(); }
 INLINE void acquire_device() { acquire_system(); }
 INLINE void release_block() { release_system(); }
 
-// Threads run one after the other, the last one of a block last. Where they run together they meet.
+// Threads run in order, the last thread of a block last. Concurrent threads use the barrier.
 static pthread_barrier_t meeting;
 static bool together;
 extern "C" void meet(u32 threads) {
@@ -95,7 +95,7 @@ INLINE float float_of(u32 bits) {
   return value;
 }
 
-// Half precision is the device's own instruction there; here it is spelt out.
+// Conversions of half precision, which are instructions on a device.
 INLINE float to_float(f16 value) {
   const u32 sign = (value.bits & 0x8000u) << 16, exponent = value.bits >> 10 & 31;
   const u32 fraction = value.bits & 1023;

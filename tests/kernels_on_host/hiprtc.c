@@ -1,5 +1,5 @@
-// A double of libhiprtc.so: the "code" of a text is the text and the options it was compiled with.
-// A text with the word "refused" in it does not compile.
+// A test double of libhiprtc.so: the "code" of a program is its text and the options of the
+// compilation. A text that contains the word "refused" does not compile.
 
 #include <stdio.h>
 #include <stdlib.h>

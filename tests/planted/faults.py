@@ -1,20 +1,20 @@
-"""Faults planted by hand: each is one mistake of one to three lines in a part of its own."""
+"""Faults for planting: each is one mistake of one to three lines, and no two share a part."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-#: As in ``make test`` and ``make test-slow``.
+#: The marks of ``make test`` and ``make test-slow`` together.
 MARKS = "not gpu and not multigpu and not clients"
 
 
 class Fault(NamedTuple):
-    """A text of a file that is replaced by a wrong one.
+    """A text in a file, and the wrong text that replaces it.
 
     Attributes:
-        why: what goes wrong.
-        tests: those most likely to find it, which run first; one that is gone is left out.
-        old: in the file once.
+        why: the wrong behaviour.
+        tests: tests that are likely to find the fault and run first; removed tests are skipped.
+        old: the replaced text, which occurs in the file once.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Fault(NamedTuple):
         if (count := text.count(self.old)) != 1:
             raise ValueError(
                 f"{self.name}: required once in {self.path}, found {count} times: {self.old!r}; "
-                "plant it in the code as it is now"
+                "adapt the fault to the current code"
             )
         return text.replace(self.old, self.new)
 
@@ -46,7 +46,7 @@ FAULTS = (
     Fault(
         "lost-signal",
         "ficco/schedules/gather.py",
-        "a rank without rows does not tell its peers that its call has begun",
+        "a rank without rows does not signal to its peers that its call has begun",
         ("plan.py::test_every_schedule_serves_every_operator", "contract.py::test_forward"),
         "return self.schedule.pull or not self.gives(src, dst)",
         "return self.schedule.pull",
@@ -62,7 +62,7 @@ FAULTS = (
     Fault(
         "wrong-rail",
         "ficco/problems/specification.py",
-        "a host with more ranks than there are hosts exchanges with the wrong ranks of others",
+        "ranks of hosts with more ranks than there are hosts exchange with the wrong peers",
         (
             "hosts.py::test_plans_over_hosts_are_proven",
             "contract.py::test_over_hosts",
@@ -73,7 +73,7 @@ FAULTS = (
     Fault(
         "lossy-choice",
         "ficco/heuristics/model.py",
-        "a schedule that loses to serial in one mode is taken if it gains in another",
+        "a schedule that loses to serial in one mode is chosen if it gains in another",
         ("model",),
         "harmless = [p for p in overlapped if min(gains(p)) >= least_gain]",
         "harmless = [p for p in overlapped if max(gains(p)) >= least_gain]",
@@ -89,7 +89,7 @@ FAULTS = (
     Fault(
         "nameless-rank",
         "ficco/errors.py",
-        "the error of a failed peer does not say which rank failed",
+        "the error of a failed peer does not name the rank that failed",
         (
             "errors.py::test_exception_tree",
             "faults.py::test_a_rank_that_fails_alone_is_named_at_once",
@@ -119,7 +119,7 @@ FAULTS = (
     Fault(
         "wrong-host",
         "ficco/dma/host.py",
-        "errors name the host of the rank that waits, not that of its peer",
+        "errors name the host of the waiting rank, not the host of its peer",
         ("hosts_streams.py::test_the_word_of_a_lane_tells_its_step_and_peer", "patience"),
         'return "" if rank is None or self.count == 1 else self.names[rank]',
         'return "" if rank is None or self.count == 1 else self.names[self.first]',
@@ -127,7 +127,7 @@ FAULTS = (
     Fault(
         "stale-slot",
         "ficco/runtime/workspace.py",
-        "calls go on with operations on a slot that was freed when a larger one was needed",
+        "calls continue to use a slot that was freed when a larger slot was allocated",
         ("workspace.py::test_ranks_may_remember_other_kinds_of_calls",),
         "        for cached in self.programs.values():\n            cached.forget(slot)\n",
         "",
@@ -135,7 +135,7 @@ FAULTS = (
     Fault(
         "swapped-scale",
         "ficco/schedules/gather.py",
-        "rows of float8 that come from a peer are multiplied by this rank's scale",
+        "float8 rows from a peer are multiplied by this rank's scale",
         ("contract.py::test_forward",),
         "factors = world.factors(me, unit.peer, gathered) if landed else None",
         "factors = world.factors(me, me, gathered) if landed else None",
@@ -143,7 +143,7 @@ FAULTS = (
     Fault(
         "missing-gradient",
         "ficco/ops/gradients.py",
-        "a transposed operator gives no gradient of b where one of a is wanted, too",
+        "a transposed operator returns no gradient of b if the gradient of a is required, too",
         ("contract.py::test_gradient",),
         "_required(saved.b), grad, False)[0] if to_a else None\n    if not to_b:",
         "_required(saved.b), grad, False)[0] if to_a else None\n    if not to_b or to_a:",
@@ -151,7 +151,7 @@ FAULTS = (
     Fault(
         "equal-purpose",
         "ficco/ops/gradients.py",
-        "backwards that ranks make for different gradients pass for equal",
+        "backward calls for different gradients on the ranks are treated as equal",
         ("gradients.py::test_ranks_that_need_other_gradients_learn_it",),
         "call = call._replace(purpose=_purpose(call.operator, *wanted))",
         "call = call._replace(purpose=_purpose(call.operator, True, True))",
@@ -159,7 +159,7 @@ FAULTS = (
     Fault(
         "short-key",
         "ficco/ops/call.py",
-        "a call with another cap on its memory takes the plan of an earlier one",
+        "a call with another cap on its memory takes the plan of an earlier call",
         ("operators.py::test_any_cap_is_exact_or_refused",),
         "options.workspace_bytes, options.machine, place, self.purpose",
         "options.machine, place, self.purpose",
@@ -167,7 +167,7 @@ FAULTS = (
     Fault(
         "fake-shape",
         "ficco/ops/library.py",
-        "compilers see the gathered A with the rows of the shard",
+        "the traced shape of the gathered A has the rows of the shard",
         ("contract.py::test_traced",),
         "return (out, a.new_empty((multiplied, k))) if return_gathered else out",
         "return (out, a.new_empty((held, k))) if return_gathered else out",
@@ -175,7 +175,7 @@ FAULTS = (
     Fault(
         "sequence-dim",
         "ficco/nn/linear.py",
-        "a layer whose weight has a kernel of its own takes the first dimension for the sequence",
+        "a layer whose weight has its own kernel treats the first dimension as the sequence",
         ("changed_layers.py::test_weights_with_kernels_of_their_own_are_multiplied_by_them",),
         "dim, last = sequence_at(x, self.sequence_dim), x.dim() - 1",
         "dim, last = sequence_at(x, 0), x.dim() - 1",
@@ -183,7 +183,7 @@ FAULTS = (
     Fault(
         "bias-gradient",
         "ficco/nn/functional.py",
-        "the gradient of a bias that all ranks hold is that of one rank's rows",
+        "the gradient of a replicated bias covers only the rows of one rank",
         ("nn.py::test_column_and_row_are_exact",),
         "return _biased(y, None if bias is None else sum_gradient(bias, group))",
         "return _biased(y, bias)",
@@ -191,7 +191,7 @@ FAULTS = (
     Fault(
         "changed-operand",
         "ficco/passes/match.py",
-        "a product is replaced although its operand is written to after the collective",
+        "a product is replaced although its operand is written after the collective",
         ("passes.py::test_what_stays_has_a_reason",),
         "        for gather, tensor in travel:\n",
         "        for gather, tensor in travel[1:]:\n",
@@ -199,7 +199,7 @@ FAULTS = (
     Fault(
         "ratio-of-medians",
         "ficco/tools/bench/report.py",
-        "candidates are compared over all rounds, not round by round",
+        "candidates are compared by medians over all rounds, not round by round",
         ("bench.py::test_ratios_are_taken_round_by_round",),
         "return times.rdiv(reference, axis=0).median()",
         "return reference.median() / times.median()",

@@ -1,4 +1,4 @@
-"""Mutants: one operation of the pure rooms is replaced by another at a time."""
+"""Mutants of the pure rooms: each replaces one operation by another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from planted.runs import ROOT
 
-#: The pure rooms, with the tests that are most likely to find a mutant of each.
+#: The pure rooms, and the tests that are most likely to find a mutant of a room.
 ROOMS: dict[str, tuple[str, ...]] = {
     "problems": ("golden_plans",),
     "plan": ("golden_plans",),
@@ -26,23 +26,23 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "simulate": ("golden_times",),
     "heuristics": ("model", "golden_times"),
 }
-#: As in ``make quick``.
+#: The marks of ``make quick``.
 MARKS = "not slow and not gpu and not multigpu"
 
 PAIRS: tuple[tuple[type[Any], type[Any]], ...] = (
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn)),
     *((ast.Is, ast.IsNot), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.And, ast.Or)),
 )
-SWAPPED = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
-#: Functions of which the order of two arguments does not matter, or that only check.
+SWAPPED = {old: new for pair in PAIRS for old, new in (pair, pair[::-1])}
+#: Functions whose argument order does not matter, or that only check or report.
 SYMMETRIC = ("min", "max", "isinstance", "InvalidArgument", "warn_once", "print", "getattr")
-#: Code without a mutant: texts of errors and of objects, and what only checks types.
+#: Code without mutants: texts of errors, assertions, and texts of objects.
 LEFT_ALONE = (ast.Raise, ast.Assert, ast.JoinedStr)
 TEXTS = ("__repr__", "__str__")
 
 
 class Mutant(NamedTuple):
-    """A part of one line, and what replaces it; columns are bytes."""
+    """A part of one line, and its replacement; columns count bytes."""
 
     path: str
     line: int
@@ -51,7 +51,7 @@ class Mutant(NamedTuple):
     kind: str
     old: str
     new: str
-    #: The function that it is in, and its place among equal ones there.
+    #: The function of the mutant, and its number among equal mutants of the function.
     where: str
 
     @property
@@ -71,7 +71,7 @@ class Mutant(NamedTuple):
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, Callable[[Any], object]]]:
-    """Kinds of mutants of a node: the part that changes, and what changes a copy of it."""
+    """Kinds of mutants of a node, the part that changes, and a function that changes its copy."""
     match node:
         case ast.Compare(ops=[op]):
             yield "comparison", node, lambda new: setattr(new, "ops", [SWAPPED[type(op)]()])
@@ -108,7 +108,7 @@ def _name_of(call: ast.Call) -> str:
 
 
 def nodes(tree: ast.AST | list[Any], where: str = "") -> Iterator[tuple[ast.AST, str]]:
-    """The nodes of code that is carried out, each with the function that it is in."""
+    """The nodes of code that runs, each with its function."""
     for child in tree if isinstance(tree, list) else ast.iter_child_nodes(tree):
         if isinstance(child, LEFT_ALONE) or _only_types(child):
             continue
@@ -128,7 +128,7 @@ def _only_types(node: ast.AST) -> bool:
 
 def mutants_of(path: str, text: str) -> list[Mutant]:
     """All mutants of a file, in the order of its nodes."""
-    found: list[Mutant] = []
+    mutants: list[Mutant] = []
     seen: dict[str, int] = {}
     lines = text.encode().splitlines()
     for node, where in nodes(ast.parse(text)):
@@ -146,29 +146,29 @@ def mutants_of(path: str, text: str) -> list[Mutant]:
             key = f"{path} {where} {kind} {old}"
             seen[key] = seen.get(key, 0) + 1
             where_of = f"{where} {seen[key]}"
-            found.append(Mutant(path, line, start, stop, kind, old, new_text, where_of))
-    return found
+            mutants.append(Mutant(path, line, start, stop, kind, old, new_text, where_of))
+    return mutants
 
 
 def chosen(seed: int, count: int, root: Path = ROOT) -> list[Mutant]:
-    """As many mutants of each kind, by a hash of the seed and of what each changes: a change of
-    other code hardly changes the choice. No two share a line."""
+    """Choose equally many mutants of each kind, by a hash of the seed and of the mutant, so that
+    changes of other code hardly change the choice. No two mutants share a line."""
     paths = [path for room in ROOMS for path in sorted((root / "ficco" / room).rglob("*.py"))]
-    every = [
+    mutants = [
         mutant
         for path in paths
         for mutant in mutants_of(str(path.relative_to(root)), path.read_text())
     ]
 
     def order(mutant: Mutant) -> str:
-        facts = seed, mutant.path, mutant.where, mutant.kind, mutant.old
-        return hashlib.sha256(repr(facts).encode()).hexdigest()
+        key = seed, mutant.path, mutant.where, mutant.kind, mutant.old
+        return hashlib.sha256(repr(key).encode()).hexdigest()
 
-    places: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     turns = []
-    for mutant in sorted(every, key=order):
-        turns.append((places[mutant.kind], mutant.kind, mutant))
-        places[mutant.kind] += 1
+    for mutant in sorted(mutants, key=order):
+        turns.append((counts[mutant.kind], mutant.kind, mutant))
+        counts[mutant.kind] += 1
     picked: dict[tuple[str, int], Mutant] = {}
     for _, _, mutant in sorted(turns):
         picked.setdefault((mutant.path, mutant.line), mutant)

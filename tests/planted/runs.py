@@ -1,4 +1,4 @@
-"""A copy of the tree, in which edits are planted one at a time and tests run until one fails."""
+"""Run tests on a copy of the tree with one planted edit at a time, until a test fails."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 ROOT = Path(__file__).parents[2]
 
-#: Tests of the pure half and of every operator on two ranks, the quickest first. They are those of
-#: ``make quick`` without the rules of the house and the pages, with those of machine files.
+#: Tests of the pure half and of all operators on two ranks, the quickest first: the tests of
+#: ``make quick`` and of machine files, without the tests of style and pages.
 PURE = (
     *("model", "golden_times", "interleavings", "golden_plans", "schedules", "simulate", "machine"),
     *("decide", "plan", "gate", "memops", "flights", "passes", "errors", "host", "board"),
@@ -29,7 +29,7 @@ PURE = (
 )
 #: The first failing or broken test in the report of pytest.
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
-#: Exit status of pytest if all tests pass, and if none are left to run.
+#: Exit status of pytest if all tests pass, and if no test is selected.
 PASSES = (0, 5)
 
 
@@ -47,28 +47,28 @@ class Edit(Protocol):
 
 
 class Outcome(NamedTuple):
-    """What a run of tests says: the test that failed, or what ended the run; empty if all pass."""
+    """Failed test of a run, or the reason of its end; ``found_by`` is empty if all tests pass."""
 
     found_by: str
     seconds: float
 
 
 def files(names: Sequence[str], root: Path = ROOT) -> list[str]:
-    """Arguments of pytest for names such as ``plan``, ``cli.py::test_x`` or whole paths, without
-    those of tests that are gone."""
-    every = _files(root)
-    found = []
+    """Arguments of pytest for names such as ``plan``, ``cli.py::test_x`` or paths. Names of removed
+    tests are left out."""
+    paths = _files(root)
+    arguments = []
     for name in names:
         file, *test = name.split("::", 1)
-        path = every.get(_stem(file))
+        path = paths.get(_stem(file))
         function = test[0].partition("[")[0] if test else ""
         if path is not None and f"def {function}" in (root / path).read_text():
-            found.append("::".join([path, *test]))
-    return found
+            arguments.append("::".join([path, *test]))
+    return arguments
 
 
 def _files(root: Path) -> dict[str, str]:
-    """Files of tests by what follows ``test_`` in their names."""
+    """Files of tests by their names without ``test_`` and suffix."""
     paths = sorted(root.glob("tests/**/test_*.py"))
     return {_stem(path.name): str(path.relative_to(root)) for path in paths}
 
@@ -78,13 +78,13 @@ def _stem(file: str) -> str:
 
 
 def rest(done: Sequence[str]) -> list[str]:
-    """All files of tests but those named. A file of which some tests are named is among them."""
+    """All files of tests except ``done``. Files with single tests in ``done`` are included."""
     return [name for name in _files(ROOT) if name not in done and name != "planted"]
 
 
 @contextmanager
 def copied() -> Iterator[Path]:
-    """A copy of the files that git tracks, for as long as the context lasts."""
+    """A temporary copy of the files that git tracks."""
     listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
     folder = Path(tempfile.mkdtemp(prefix="planted-"))
     try:
@@ -98,8 +98,8 @@ def copied() -> Iterator[Path]:
 
 
 def write(tree: Path, path: str, text: str) -> None:
-    """Write a file of a copy. Compiled code and saved examples are removed: the time and the size
-    of a file may not tell that it has changed."""
+    """Write a file of a copy. Remove its compiled code and saved examples, since the time and the
+    size of a file may not show the change."""
     file = tree / path
     file.write_text(text)
     for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
@@ -109,7 +109,7 @@ def write(tree: Path, path: str, text: str) -> None:
 
 @contextmanager
 def applied(tree: Path, edit: Edit) -> Iterator[None]:
-    """Apply an edit to a copy, and take it back."""
+    """Apply an edit to a copy, and revert it at the end."""
     text = (tree / edit.path).read_text()
     write(tree, edit.path, edit.applied(text))
     try:
@@ -119,7 +119,7 @@ def applied(tree: Path, edit: Edit) -> Iterator[None]:
 
 
 def run(tree: Path, names: Sequence[str], limit_s: float, marks: str) -> Outcome:
-    """Run tests of a copy in the given order until one fails or the time is over."""
+    """Run tests of a copy in order until one fails or the time limit is over."""
     if not (chosen := files(names, tree)):
         return Outcome("", 0.0)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-m", marks]
@@ -127,8 +127,8 @@ def run(tree: Path, names: Sequence[str], limit_s: float, marks: str) -> Outcome
     env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     begin, code = time.monotonic(), None
     with tempfile.TemporaryFile("w+") as report:
-        how: dict[str, Any] = {"cwd": tree, "env": env, "start_new_session": True}
-        process = subprocess.Popen(command, stdout=report, stderr=subprocess.STDOUT, **how)
+        options: dict[str, Any] = {"cwd": tree, "env": env, "start_new_session": True}
+        process = subprocess.Popen(command, stdout=report, stderr=subprocess.STDOUT, **options)
         try:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(limit_s)
@@ -139,7 +139,7 @@ def run(tree: Path, names: Sequence[str], limit_s: float, marks: str) -> Outcome
         report.seek(0)
         text = report.read()
     if "\nERROR: not found" in text or "unrecognized arguments" in text:
-        raise RuntimeError(text)  # of the command, not of the tests
+        raise RuntimeError(text)  # an error of the command, not of the tests
     failed = FAILED.search(text)
     found_by = "" if code in PASSES else failed[1] if failed else f"exit status {code}"
     return Outcome("time-out" if code is None else found_by, time.monotonic() - begin)
