@@ -1,4 +1,4 @@
-"""The engines on which the contract runs, each a row of data, and how a rank gets there."""
+"""Engines of the contract, each a row of data, and the way to run a function on their ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks import Rank
 import ficco
 import ficco.dma.cpu
 
-#: What calls of the double of HIP's library are late by, at most.
+#: Largest delay of a call of the double of HIP's library, in microseconds.
 JITTER_US = 50
 
 
@@ -29,9 +29,9 @@ class Engine:
         worlds: numbers of ranks of one host.
         hosts: numbers of hosts, and of ranks on each.
         graphs: whether its calls can be captured in graphs.
-        traced: whether compilers are tried on it: they see operators, and no engine.
-        lacks: subjects that it cannot run, and why.
-        marks: of its tests.
+        traced: whether tests of compilers run on it; compiled code does not depend on the engine.
+        lacks: subjects that it cannot run, and the reasons.
+        marks: marks of its tests.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Engine:
 
     @property
     def tiled(self) -> bool:
-        """Whether products of all sizes can wait inside."""
+        """Whether tiled products of all sizes can wait for pieces."""
         return self.name == "cpu"
 
     def run(self, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``fn(at, *args)`` on the ranks of the engine: what each returns."""
+        """Call ``fn(at, *args)`` on the ranks of the engine; return the results by rank."""
         env = {}
         if self.name == "hip":
             hip_ranks.compile_kernels()
@@ -64,33 +64,33 @@ class Engine:
 
 
 def _on_a_double(fn: Callable[..., Any], name: str, at: Rank, *args: Any) -> Any:
-    """A call that no other engine serves, not even in a thread of its own."""
+    """Call a function on a double without the CPU engine, so that no call falls back to it."""
     ficco.dma.cpu.CpuEngine = None  # type: ignore[assignment,misc]
     return DOUBLES[name](fn, at, *args)
 
 
-def _of_hip(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
-    """On the double of HIP's library: a call violates nothing and leaks nothing."""
-    found = hip_ranks._with_library(fn, at, *args)
+def _on_hip_double(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
+    """Call a function on the double of HIP's library; check for violations and leaks."""
+    result = hip_ranks._with_library(fn, at, *args)
     hip_ranks.spotless()
-    return found
+    return result
 
 
-def _of_threads(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
-    """On a driver of a third vendor, whose streams are threads."""
+def _on_threads(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
+    """Call a function on a driver of a third vendor, whose streams are threads."""
     thread_driver.serve()
     ficco.set_options(engine="threads", on_timeout="raise", timeout_s=20)
     return fn(at, *args)
 
 
-#: Engines whose tensors are the CPU's, by name, and how a rank calls a function on them.
-DOUBLES = {"hip": _of_hip, "threads": _of_threads}
+#: Engines that use CPU tensors, by name, and the function that calls another on each.
+DOUBLES = {"hip": _on_hip_double, "threads": _on_threads}
 ENGINES = (
     Engine("cpu", "cpu", (1, 2, 3, 4), ((2, 2), (2, 1), (3, 1))),
     Engine(
         *("hip", "cpu", (2, 3), ((2, 2),)),
         traced=False,
-        lacks={"all_gather_attention": "the double runs its products, and no kernel after them"},
+        lacks={"all_gather_attention": "the double runs its products, but no later kernel"},
     ),
     Engine("threads", "cpu", (3,), ((2, 2),), traced=False),
     Engine("cuda", "cuda", (1, 2, 4), ((2, 1), (2, 2)), True, (pytest.mark.multigpu,)),

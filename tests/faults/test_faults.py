@@ -1,4 +1,4 @@
-"""Ranks that die, stall, stay away or disagree: never a hang, and everybody learns why."""
+"""Ranks that die, stall, never call or disagree: no call hangs, and every rank gets the reason."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from ficco.runtime.board import LATE_S
 from ficco.runtime.workspace import Workspace, workspaces
 from ficco.schedules import Schedule, plans
 
-#: Seconds after which the calls of these tests give up on a peer.
+#: Timeout of the calls of these tests, in seconds.
 PATIENCE_S = 1.0
-#: Seconds for which they wait for a peer whose process has ended, unless that is noticed.
+#: Timeout that a call reaches only if it does not notice that a peer's process has ended.
 LONG_S = 20.0
-#: Seconds that a busy machine may take on top.
+#: Seconds that a busy machine may add.
 SLACK_S = 2.5
-#: Seconds that anything may take that waits for nobody.
+#: Limit in seconds of an operation that waits for no peer.
 AT_ONCE_S = 1.0
-#: Whether a test begins with calls that are right.
+#: Whether a test begins with successful calls.
 WARM = pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """As :func:`ranks.run`, but what hangs here is found sooner."""
+    """As :func:`ranks.run`, with a shorter timeout."""
     return ranks.run(world, fn, *args, timeout=25.0, **kwargs)
 
 
 def everyone(at: Rank, *cases: Case) -> Any:
-    """A group of all ranks, after calls of these cases."""
+    """Return a group of all ranks that has run the cases."""
     group = dist.new_group(list(range(at.world)))
     for iteration, case in enumerate(cases):
         exact(at, case, iteration, group)
@@ -65,91 +65,91 @@ def everyone(at: Rank, *cases: Case) -> Any:
 
 
 def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
-    """What a call returned, or its :class:`Failure`, and its seconds."""
+    """Return the result of a call, or its :class:`Failure`, and its seconds."""
     started = time.monotonic()
     try:
-        found = fn()
+        result = fn()
     except (Exception, KeyboardInterrupt) as error:
-        found = ranks.failure(error)
-    return found, time.monotonic() - started
+        result = ranks.failure(error)
+    return result, time.monotonic() - started
 
 
-def seen(
+def report_of(
     group: Any,
     first: Callable[[], Any],
     again: Callable[[], Any] | None = None,
     patience: float = PATIENCE_S,
     end: Callable[[Any], None] = leave,
 ) -> dict[str, Any]:
-    """What a rank sees of a call in which something is wrong, of the next one, and of the end of
-    the group."""
+    """Run a faulty call, the next call and the end of the group; return the failures and seconds
+    of each."""
     with ficco.options(timeout_s=patience):
-        found, waited = timed(first)
-        found_again, waited_again = timed(again or first)
+        result, seconds = timed(first)
+        second_result, second_seconds = timed(again or first)
     torn, teardown = timed(partial(end, group))
     return {
-        "first": found if isinstance(found, Failure) else None,
-        "waited": waited,
-        "again": found_again if isinstance(found_again, Failure) else None,
-        "waited_again": waited_again,
+        "first": result if isinstance(result, Failure) else None,
+        "waited": seconds,
+        "again": second_result if isinstance(second_result, Failure) else None,
+        "waited_again": second_seconds,
         "torn": torn,
         "teardown": teardown,
     }
 
 
-def outcome(at: Rank, case: Case, group: Any = None, **how: Any) -> dict[str, Any]:
-    """What a rank sees of a call of a case."""
-    made = make(at, case.on(a="plain"), 5, group)
-    return seen(group, lambda: call(case, made.a, made.b, group), **how)
+def report_of_case(at: Rank, case: Case, group: Any = None, **options: Any) -> dict[str, Any]:
+    """Run a case on a rank; return the report of :func:`report_of`."""
+    operands = make(at, case.on(a="plain"), 5, group)
+    return report_of(group, lambda: call(case, operands.a, operands.b, group), **options)
 
 
 def assert_timed_out(
-    found: dict[str, Any], rank: int, peer: int, case: Case, ended: bool = False
+    report: dict[str, Any], rank: int, peer: int, case: Case, ended: bool = False
 ) -> list[dict[str, Any]]:
-    """The whole story of one survivor, perhaps of the end of its peer's process; the facts of the
-    waits that were given up, by this rank or by another survivor."""
-    first = found["first"]
+    """Check the report of a survivor, with the end of its peer's process if ``ended``; return the
+    facts of the waits that survivors gave up."""
+    first = report["first"]
     facts = gave_up(first)
-    for one in facts:
-        assert one["operator"] == "all_gather_matmul"
-        assert one["rank"] == rank if first.type == "SignalTimeout" else one["rank"] != rank
-        # A library's collective does not tell for whom it waits.
-        told = not ("collective" in case.schedule and one["peer"] is None)
-        assert one["peer"] == (peer if told else None), first.text
-        assert one["step"]
-        assert one["schedule"] == case.schedule or one["schedule"] == "none yet"
-        assert 0 < one["seconds"] <= PATIENCE_S + SLACK_S
-        assert one["ended"] == ended, first.text
-    assert found["waited"] < (AT_ONCE_S if ended else PATIENCE_S) + SLACK_S
-    assert_unusable(found)
+    for wait in facts:
+        assert wait["operator"] == "all_gather_matmul"
+        assert wait["rank"] == rank if first.type == "SignalTimeout" else wait["rank"] != rank
+        # A library's collective does not report which rank it waits for.
+        names_peer = not ("collective" in case.schedule and wait["peer"] is None)
+        assert wait["peer"] == (peer if names_peer else None), first.text
+        assert wait["step"]
+        assert wait["schedule"] == case.schedule or wait["schedule"] == "none yet"
+        assert 0 < wait["seconds"] <= PATIENCE_S + SLACK_S
+        assert wait["ended"] == ended, first.text
+    assert report["waited"] < (AT_ONCE_S if ended else PATIENCE_S) + SLACK_S
+    assert_unusable(report)
     return facts
 
 
-#: How a call begins the error of an earlier one.
+#: Prefix of the error of an earlier call.
 EARLIER = "an earlier call of this group failed: "
 
 
-def assert_unusable(found: dict[str, Any]) -> None:
-    """The next call raises at once, and the group can be torn down."""
-    assert isinstance(found["again"], Failure), found["again"]
-    assert found["again"].type == found["first"].type
-    assert found["again"].text == EARLIER + found["first"].text.removeprefix(EARLIER)
-    assert found["again"].text.count("ficco.close(group)") == 1
-    assert found["waited_again"] < AT_ONCE_S
-    assert found["torn"] is None, found["torn"]
-    assert found["teardown"] < 5
+def assert_unusable(report: dict[str, Any]) -> None:
+    """Check that the next call raises at once and that the group can be torn down."""
+    assert isinstance(report["again"], Failure), report["again"]
+    assert report["again"].type == report["first"].type
+    assert report["again"].text == EARLIER + report["first"].text.removeprefix(EARLIER)
+    assert report["again"].text.count("ficco.close(group)") == 1
+    assert report["waited_again"] < AT_ONCE_S
+    assert report["torn"] is None, report["torn"]
+    assert report["teardown"] < 5
 
 
 # Ranks that die.
 
 
-def test_of_a_lost_connection_the_rank_whose_process_ends_is_named() -> None:
-    """Though another one is behind, and the process is gone only a moment later."""
+def test_a_lost_connection_names_the_rank_whose_process_ends() -> None:
+    """Although rank 2 is late, too, and the end of rank 0 shows only at a later check."""
     _, plan, _ = plans(
         problem_of_sizes("all_gather_matmul", 12, 8, 8, "float32", 3),
         Schedule.parse("serial:collective"),
     )
-    step = next(i for i, one in enumerate(plan.steps) if one.op == "collective")
+    step = next(i for i, step in enumerate(plan.steps) if step.op == "collective")
     looks = iter([(2, False)] * 3)
     engine: Any = SimpleNamespace(
         interrupt=lambda: None, group=None, hosts=SimpleNamespace(named=lambda rank: "")
@@ -168,17 +168,17 @@ def test_of_a_lost_connection_the_rank_whose_process_ends_is_named() -> None:
 
 
 def _with_a_casualty(at: Rank, case: Case, victim: int, how: str, warm: bool) -> dict[str, Any]:
-    """``how``: a signal, or "before" if the process has ended when its peers call."""
+    """``how``: "kill" or "stop", or "before" if the process has ended before its peers call."""
     for iteration in range(3 * warm):
         exact(at, case, iteration)
     at.barrier()
     if at.rank == victim:
-        # Rank 0 holds the store: it dies with it.
+        # Rank 0 holds the store, which dies with it.
         os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
     if how == "before":
         time.sleep(0.3)
-    # The end of a process that has used the group is noticed, however long a call may wait.
-    return outcome(at, case, patience=LONG_S if warm and how != "stop" else PATIENCE_S)
+    # The end of a process that has used the group is noticed at any timeout.
+    return report_of_case(at, case, patience=LONG_S if warm and how != "stop" else PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def _with_a_casualty(at: Rank, case: Case, victim: int, how: str, warm: bool) ->
         (3, 0, "serial:collective", "kill", False),
         (3, 1, "growing", "kill", False),
         (3, 0, "shrinking:pull", "before", True),
-        # A rank that is there and does nothing, as under a debugger.
+        # A stopped process, as under a debugger.
         (2, 0, "hetero-fused-2d", "stop", True),
         (2, 1, "hetero-fused-2d", "stop", False),
         (2, 0, "hetero-fused-2d", "stop", False),
@@ -197,17 +197,17 @@ def _with_a_casualty(at: Rank, case: Case, victim: int, how: str, warm: bool) ->
 def test_lost_rank(world: int, victim: int, schedule: str, how: str, warm: bool) -> None:
     case, stops = equal(world, 8, 8, 8, schedule=schedule), how == "stop"
     lost: Any = {"fresh": True, "catch": True, "lost": {victim} if stops else ()}
-    found = run(world, _with_a_casualty, case, victim, how, warm, **lost)
+    reports = run(world, _with_a_casualty, case, victim, how, warm, **lost)
     if not stops:
-        assert isinstance(found[victim], Died) and found[victim].exitcode == -signal.SIGKILL
+        assert isinstance(reports[victim], Died) and reports[victim].exitcode == -signal.SIGKILL
     for rank in {*range(world)} - {victim}:
-        first = found[rank]["first"]
+        first = reports[rank]["first"]
         if stops and not warm and victim == 0:
-            # The store has stopped, too: what asks it can only give up.
-            assert first.type == "SignalTimeout", found[rank]
+            # The store has stopped, too: requests to it time out.
+            assert first.type == "SignalTimeout", reports[rank]
             continue
         ended = not stops and (warm or bool(gave_up(first)[0]["ended"]))
-        assert_timed_out(found[rank], rank, victim, case, ended)
+        assert_timed_out(reports[rank], rank, victim, case, ended)
 
 
 SURVIVOR = """
@@ -237,17 +237,17 @@ with ficco.options(timeout_s=1.5):
 
 @pytest.mark.parametrize(("victim", "how"), [(0, "caught"), (1, "uncaught")])
 def test_survivors_end_by_themselves(victim: int, how: str, tmp_path: Path) -> None:
-    """No launcher, no close(), no destroy_process_group(): the process still ends."""
-    found = end_of(start_ranks(tmp_path, SURVIVOR, 2, str(victim), how), 40)
-    assert found[victim][0] == -signal.SIGKILL
-    code, out, err = found[1 - victim]
+    """A process ends without a launcher, close() or destroy_process_group()."""
+    processes = end_of(start_ranks(tmp_path, SURVIVOR, 2, str(victim), how), 40)
+    assert processes[victim][0] == -signal.SIGKILL
+    code, out, err = processes[1 - victim]
     assert "caught" in out, err
     assert code == (0 if how == "caught" else 1), err
     assert ("SignalTimeout" in err) == (how == "uncaught")
     assert "Fatal Python error" not in err and "Exception ignored" not in err
 
 
-# Ranks that stall, stay away, or are late.
+# Ranks that stall, never call, or are late.
 
 
 @pytest.mark.parametrize(
@@ -264,15 +264,15 @@ def test_stalled_rank(at: Rank, victim: int, schedule: str, step: int, warm: boo
     case = equal(3, 8, 8, 8, schedule=schedule)
     group = everyone(at, *[case] * warm)
     with disturb(Disturbance(stall=(victim, step))):
-        found = outcome(at, case, group)
-    exact(at, equal(at.world, 4, 4, 4), 1)  # the rest of the process is well
+        report = report_of_case(at, case, group)
+    exact(at, equal(at.world, 4, 4, 4), 1)  # other groups still work
     if at.rank == victim:  # its own call ends, too
-        gave_up(found["first"])
-        assert found["waited"] < 2 * PATIENCE_S + SLACK_S
+        gave_up(report["first"])
+        assert report["waited"] < 2 * PATIENCE_S + SLACK_S
         return
-    for one in assert_timed_out(found, at.rank, victim, case):
-        if schedule == "tiled:pieces=2":  # the piece that did not come: its rows
-            assert re.match(r"all (8:12|12:16) \(", one["step"])
+    for wait in assert_timed_out(report, at.rank, victim, case):
+        if schedule == "tiled:pieces=2":  # the step names the rows of the missing piece
+            assert re.match(r"all (8:12|12:16) \(", wait["step"])
 
 
 @pytest.mark.parametrize(
@@ -286,27 +286,27 @@ def test_stalled_rank(at: Rank, victim: int, schedule: str, step: int, warm: boo
 )
 @on_ranks(3, timeout=25.0)
 def test_rank_that_never_calls(at: Rank, victim: int, schedule: str, warm: bool) -> None:
-    """As the text of a timeout says, the group is closed on every rank and used again."""
+    """The group is closed on every rank and used again, as the error advises."""
     case = equal(3, 8, 8, 8, schedule=schedule)
-    group, found = everyone(at, *[case] * warm), None
+    group, report = everyone(at, *[case] * warm), None
     if at.rank != victim:
-        found = outcome(at, case, group, end=ficco.close)
+        report = report_of_case(at, case, group, end=ficco.close)
     at.barrier()
-    if found is None:
+    if report is None:
         ficco.close(group)
     for iteration in (2, 3):
-        # gloo would go on with the data of the collective that was broken off.
-        again = case.on(schedule="growing") if "collective" in case.schedule else case
-        exact(at, again, iteration, group)
+        # gloo would continue with the data of the interrupted collective.
+        next_case = case.on(schedule="growing") if "collective" in case.schedule else case
+        exact(at, next_case, iteration, group)
     leave(group)
     exact(at, equal(at.world, 4, 4, 4), 1)
-    if found is None:
+    if report is None:
         return
-    assert_timed_out(found, at.rank, victim, case)
+    assert_timed_out(report, at.rank, victim, case)
     if not warm:
-        text = found["first"].text
-        says = f"s for rank {victim} to join the first call of this group (find out which ranks"
-        assert says in text and "schedule" not in text, text
+        text = report["first"].text
+        message = f"s for rank {victim} to join the first call of this group (find out which ranks"
+        assert message in text and "schedule" not in text, text
 
 
 @WARM
@@ -315,9 +315,9 @@ def test_keyboard_interrupt_ends_a_wait(at: Rank, warm: bool) -> None:
     case = equal(2, 4, 4, 4, schedule="growing:copy=2")
     group = everyone(at, *[case] * warm)
     if at.rank == 0:
-        made = make(at, case, 1, group)
+        operands = make(at, case, 1, group)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        error, waited = timed(lambda: call(case, made.a, made.b, group))
+        error, waited = timed(lambda: call(case, operands.a, operands.b, group))
         assert error.type == "KeyboardInterrupt"
         assert waited < 0.3 + AT_ONCE_S
     at.barrier()
@@ -334,7 +334,7 @@ def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch._C, "_set_grad_enabled", pressed)
     with pytest.raises(KeyboardInterrupt):
-        workspace.execute(*[mock.Mock()] * 3)  # it never gets to them
+        workspace.execute(*[mock.Mock()] * 3)  # never used
     assert torch.is_grad_enabled()
 
 
@@ -343,23 +343,23 @@ def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
 BASE = equal(3, 8, 8, 8, schedule="hetero-fused-1d")
 
 
-#: What the ranks have computed before they disagree: nothing; what most of them ask for; or both,
-#: so that no rank's call is new to it and asks the others.
+#: Calls before the mismatch: no calls, the call of most ranks, or the calls of all ranks. A call
+#: that is new to a rank waits for the peers.
 BEFORE = ("first", "new here", "warm")
 
 
 def _mismatch(
-    at: Rank, mine: dict[str, Any], odd: int, before: str, caps: tuple[int | None, int | None]
+    at: Rank, changes: dict[str, Any], odd: int, before: str, caps: tuple[int | None, int | None]
 ) -> dict[str, Any]:
-    group, other, is_odd = everyone(at), BASE.on(**mine), at.rank == odd
+    group, odd_case, is_odd = everyone(at), BASE.on(**changes), at.rank == odd
     for iteration in range(3 * BEFORE.index(before)):
-        is_other = before == "warm" and iteration % 2 == 1
-        with ficco.options(workspace_bytes=caps[is_other]):
-            exact(at, other if is_other else BASE, iteration, group)
+        uses_odd_case = before == "warm" and iteration % 2 == 1
+        with ficco.options(workspace_bytes=caps[uses_odd_case]):
+            exact(at, odd_case if uses_odd_case else BASE, iteration, group)
     with ficco.options(workspace_bytes=caps[is_odd]):
-        found = outcome(at, other if is_odd else BASE, group)
-    exact(at, equal(at.world, 4, 4, 4), 1)  # other groups are well
-    return found
+        report = report_of_case(at, odd_case if is_odd else BASE, group)
+    exact(at, equal(at.world, 4, 4, 4), 1)  # other groups still work
+    return report
 
 
 MISMATCHES = {
@@ -375,51 +375,51 @@ MISMATCHES = {
 }
 
 
-def assert_mismatch(found: list[dict[str, Any]], odd: int) -> None:
-    for rank, mine in enumerate(found):
-        first = mine["first"]
+def assert_mismatch(reports: list[dict[str, Any]], odd: int) -> None:
+    for rank, report in enumerate(reports):
+        first = report["first"]
         assert isinstance(first, Failure) and first.type == "RankMismatch", (rank, first)
         values = first.fields["values"]
         assert sorted(values) == [0, 1, 2]
         same = {value for peer, value in values.items() if peer != odd}
         assert len(same) == 1 and values[odd] not in same, values
         assert f"rank {odd}:" in first.text and "rows=" in first.text
-        assert mine["waited"] < PATIENCE_S + SLACK_S
-        assert_unusable(mine)
+        assert report["waited"] < PATIENCE_S + SLACK_S
+        assert_unusable(report)
 
 
 @pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("what", [*MISMATCHES, "workspace_bytes"])
-def test_mismatch(what: str, before: str) -> None:
-    odd, caps = len(what) % 3, (None, 100_000 if what == "workspace_bytes" else None)
-    assert_mismatch(run(3, _mismatch, MISMATCHES.get(what, {}), odd, before, caps), odd)
+@pytest.mark.parametrize("difference", [*MISMATCHES, "workspace_bytes"])
+def test_mismatch(difference: str, before: str) -> None:
+    odd, caps = len(difference) % 3, (None, 100_000 if difference == "workspace_bytes" else None)
+    assert_mismatch(run(3, _mismatch, MISMATCHES.get(difference, {}), odd, before, caps), odd)
 
 
 @WARM
 @on_ranks(3)
 def test_mismatch_of_symmetric_memory(at: Rank, warm: bool) -> None:
-    """Peers would read from where one rank's shard is not."""
+    """Peers would read one rank's shard from the wrong memory."""
     group, case = everyone(at), equal(at.world, 8, 8, 8, schedule="growing:pull")
     symmetric = ficco.empty((8, 8), dtype=torch.float32, group=group)
-    made = make(at, case, 0, group)
+    operands = make(at, case, 0, group)
     if warm:
         exact(at, case, 0, group)
-        call(case, symmetric.copy_(made.a), made.b, group)
-    a = symmetric.copy_(made.a) if at.rank == 1 else made.a
-    found = seen(group, lambda: call(case, a, made.b, group))
-    assert found["first"].type == "RankMismatch", found["first"]
-    assert found["waited"] < PATIENCE_S + SLACK_S
+        call(case, symmetric.copy_(operands.a), operands.b, group)
+    a = symmetric.copy_(operands.a) if at.rank == 1 else operands.a
+    report = report_of(group, lambda: call(case, a, operands.b, group))
+    assert report["first"].type == "RankMismatch", report["first"]
+    assert report["waited"] < PATIENCE_S + SLACK_S
 
 
 @on_ranks(2)
-def test_slices_of_symmetric_memory_are_none_on_every_rank(at: Rank) -> None:
-    """A matrix of one row is contiguous at any stride: on one rank, and not on the next."""
+def test_slices_of_symmetric_memory_are_plain_operands_on_every_rank(at: Rank) -> None:
+    """The slice is contiguous only on rank 0, whose matrix has one row."""
     group = everyone(at)
     rows = (1, 3)
-    whole = ficco.empty((3, 16), dtype=torch.float32, group=group).fill_(1.0)
+    memory = ficco.empty((3, 16), dtype=torch.float32, group=group).fill_(1.0)
     b = torch.ones(8, 4)
     for schedule in ("growing", "growing:pull"):
-        a = whole[: rows[at.rank], :8]
+        a = memory[: rows[at.rank], :8]
         y = ficco.all_gather_matmul(a, b, rows=rows, schedule=schedule, group=group)
         assert y.shape == (4, 4) and (y == 8).all()
     leave(group)
@@ -427,17 +427,17 @@ def test_slices_of_symmetric_memory_are_none_on_every_rank(at: Rank) -> None:
 
 @on_ranks(2, timeout=25.0)
 def test_unfinished_collective_does_not_hold_the_process(at: Rank) -> None:
-    """The end of a library's group waits for its operations, inside the garbage collector, on a
-    rank that its peers have let down."""
+    """Deleting a group waits for its operations, in the garbage collector, on a rank whose peers
+    do not take part."""
     base = equal(at.world, 8, 8, 8)
-    both = [base.on(schedule=name) for name in ("serial:collective", "growing")]
-    group = everyone(at, *both * 2)
-    made = make(at, base, 9, group)
+    cases = [base.on(schedule=name) for name in ("serial:collective", "growing")]
+    group = everyone(at, *cases * 2)
+    operands = make(at, base, 9, group)
     with ficco.options(timeout_s=PATIENCE_S):
-        found = caught(lambda: call(both[at.rank], made.a, made.b, group))
-    assert isinstance(found, Failure) and found.type == "RankMismatch", found
+        failure = caught(lambda: call(cases[at.rank], operands.a, operands.b, group))
+    assert isinstance(failure, Failure) and failure.type == "RankMismatch", failure
     leave(group)
-    if at.rank == 0:  # the peers still have theirs, whose connections stay open
+    if at.rank == 0:  # the peers keep the group, so its connections stay open
         started = time.monotonic()
         del group
         gc.collect()
@@ -445,47 +445,47 @@ def test_unfinished_collective_does_not_hold_the_process(at: Rank) -> None:
     at.barrier()
 
 
-# Ranks that fail by themselves, before a call or in it.
+# Ranks that raise an error of their own, before a call or in it.
 
 
 def refuse(*_: Any, **__: Any) -> Any:
-    raise MemoryError("64 GiB are not to be had")
+    raise MemoryError("cannot allocate 64 GiB")
 
 
 @on_ranks(2)
-def test_an_error_that_is_remembered_does_not_keep_the_operands(at: Rank) -> None:
-    """Operands of the call that failed and of those refused since; nor does the error grow by the
-    frames of every call that is refused for it."""
+def test_a_stored_error_does_not_keep_the_operands(at: Rank) -> None:
+    """The operands of the failed call and of the later, refused calls are freed. The traceback of
+    the error does not grow by the frames of the refused calls."""
     case = equal(at.world, 8, 8, 8, schedule="growing")
     group = everyone(at, case)
 
     def refuse(*_: Any) -> Any:
         raise BackendError("hipMalloc", "hipErrorOutOfMemory", "no memory")
 
-    there = []
+    alive = []
     with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=PATIENCE_S):
         if at.rank == 1:
             patch.setattr(workspace, "execute", refuse)
         for iteration in (1, 2, 3):
-            made = make(at, case, iteration, group)
-            left = weakref.ref(made.a)
+            operands = make(at, case, iteration, group)
+            shard = weakref.ref(operands.a)
             gc.collect()
             gc.disable()
             try:
-                outcome = caught(partial(call, case, made.a, made.b, group))
-                del made
-                assert isinstance(outcome, Failure)
-                there.append(left() is not None)
+                failure = caught(partial(call, case, operands.a, operands.b, group))
+                del operands
+                assert isinstance(failure, Failure)
+                alive.append(shard() is not None)
             finally:
                 gc.enable()
     at.barrier()
     leave(group)
-    # The CPU engine's own error of a call that was under way goes with the next collection.
-    assert there[1 - at.rank :] == [False] * (2 + at.rank), there
+    # The garbage collector frees the CPU engine's own error of a call that was running.
+    assert alive[1 - at.rank :] == [False] * (2 + at.rank), alive
 
 
-#: What a call that goes by columns is refused: whose function it is, its name, and which call of
-#: it. Operands are allocated for the whole and for each part.
+#: Function that raises in a call split by columns: its owner, its name, and the number of the call
+#: that raises. Operands are allocated for the whole call and for each part.
 REFUSED = {
     "all columns": (torch.Tensor, "new_empty", 1),
     "a part": (calls, "run", 2),
@@ -493,46 +493,46 @@ REFUSED = {
 }
 
 
-def _by_columns(at: Rank, what: str, victims: tuple[int, ...], warm: bool) -> list[Any]:
-    group, (owner, name, number) = everyone(at), REFUSED[what]
+def _by_columns(at: Rank, refusal: str, victims: tuple[int, ...], warm: bool) -> list[Any]:
+    group, (owner, name, number) = everyone(at), REFUSED[refusal]
     a, b = torch.ones(16, 8), torch.ones(8, 250)
-    turns, right = count(1), getattr(owner, name)
+    calls_so_far, original = count(1), getattr(owner, name)
 
-    def once_refused(*args: Any, **more: Any) -> Any:
-        return refuse() if next(turns) == number else right(*args, **more)
+    def once_refused(*args: Any, **kwargs: Any) -> Any:
+        return refuse() if next(calls_so_far) == number else original(*args, **kwargs)
 
-    def summed() -> bool:
+    def result_is_exact() -> bool:
         y = ficco.matmul_reduce_scatter(a, b, group=group, schedule="shard-overlap")
         return bool((y == 16).all())
 
     with ficco.options(timeout_s=LONG_S, workspace_bytes=6000):
-        assert not warm or summed()
+        assert not warm or result_is_exact()
         with pytest.MonkeyPatch.context() as patch:
             if at.rank in victims:
                 patch.setattr(owner, name, once_refused)
-            found = [timed(summed)]
-        found.append(timed(summed))
+            results = [timed(result_is_exact)]
+        results.append(timed(result_is_exact))
     at.barrier()
     leave(group)
-    return found
+    return results
 
 
 @WARM
 def test_a_rank_without_memory_for_all_columns_tells_its_peers(warm: bool) -> None:
-    ((other, waited), _), ((odd, _), _) = run(2, _by_columns, "all columns", (1,), warm)
-    assert odd.type == "MemoryError"
-    assert other.type == "RankMismatch", other
-    assert "MemoryError: 64 GiB are not to be had" in other.fields["values"][1]
+    ((peer_error, waited), _), ((own_error, _), _) = run(2, _by_columns, "all columns", (1,), warm)
+    assert own_error.type == "MemoryError"
+    assert peer_error.type == "RankMismatch", peer_error
+    assert "MemoryError: cannot allocate 64 GiB" in peer_error.fields["values"][1]
     assert waited < AT_ONCE_S + SLACK_S
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_fails_between_parts_of_a_call_is_named(victim: int) -> None:
-    found = run(2, _by_columns, "a part", (victim,), True)
-    assert [error.type for error, _ in found[victim]] == ["MemoryError", "FiccoError"]
-    for error, waited in found[1 - victim]:
+    results = run(2, _by_columns, "a part", (victim,), True)
+    assert [error.type for error, _ in results[victim]] == ["MemoryError", "FiccoError"]
+    for error, waited in results[1 - victim]:
         assert error.type == "PeerFailed"
-        assert error.fields["reasons"] == {victim: "MemoryError: 64 GiB are not to be had"}
+        assert error.fields["reasons"] == {victim: "MemoryError: cannot allocate 64 GiB"}
         assert waited < AT_ONCE_S + SLACK_S
 
 
@@ -541,9 +541,9 @@ def test_a_part_of_a_call_that_all_ranks_refuse_breaks_nothing() -> None:
         assert first.type == "MemoryError" and again is True
 
 
-# Ranks that fail alone in the middle of a call.
+# One rank that fails in the middle of a call.
 
-#: Where a rank fails, and what is made to raise there.
+#: Where a rank fails, and the function that raises there.
 PLACES: dict[str, tuple[Any, str]] = {
     "copy thread": (ctypes, "memmove"),
     "caller's thread": (torch, "mm"),
@@ -552,7 +552,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "operations": (workspace, "compile"),
     "cache": (Workspace, "keep"),
 }
-#: Errors, and what their peers are told of them.
+#: Errors, and their texts on the peers.
 ERRORS: dict[str, tuple[Callable[[], BaseException], str]] = {
     "BackendError": (
         lambda: ficco.BackendError("memmove", "EFAULT", "bad\nand more"),
@@ -568,24 +568,24 @@ def _fails_alone(
 ) -> dict[str, Any]:
     case = equal(at.world, 8, 8, 8, schedule=schedule)
     group = everyone(at, *[case] * 3 * warm)
-    made = make(at, case, 4, group)
-    threads: list[bool] = []
+    inputs = make(at, case, 4, group)
+    in_main_thread: list[bool] = []
 
     def fail(*_: Any, **__: Any) -> Any:
-        threads.append(threading.current_thread() is threading.main_thread())
+        in_main_thread.append(threading.current_thread() is threading.main_thread())
         raise ERRORS[kind][0]()
 
     with pytest.MonkeyPatch.context() as patch:
         if at.rank == victim:
             patch.setattr(*PLACES[place], fail)
-        found = seen(group, lambda: call(case, made.a, made.b, group), patience=LONG_S)
-    return {**found, "in the caller": threads}
+        report = report_of(group, lambda: call(case, inputs.a, inputs.b, group), patience=LONG_S)
+    return {**report, "in the caller": in_main_thread}
 
 
 def _all_fail_alone(at: Rank, cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    found = [_fails_alone(at, *case) for case in cases]
-    exact(at, equal(at.world, 4, 4, 4), 1)  # the rest of the process is well
-    return found
+    reports = [_fails_alone(at, *case) for case in cases]
+    exact(at, equal(at.world, 4, 4, 4), 1)  # other groups still work
+    return reports
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -594,111 +594,111 @@ def test_a_rank_that_fails_alone_is_named_at_once(place: str) -> None:
     schedules = ["serial:collective"] if place == "collective" else schedules
     cases = []
     for turn, (schedule, kind) in enumerate(product(schedules, ERRORS)):
-        warm = turn % 2 == 0 and place not in ("operations", "cache")  # there in a warm call
+        warm = turn % 2 == 0 and place not in ("operations", "cache")  # not built in a warm call
         cases.append((schedule, place, kind, warm, (turn + turn // 3) % 3))
-    for case, *found in zip(cases, *run(3, _all_fail_alone, cases), strict=True):
+    for case, *reports in zip(cases, *run(3, _all_fail_alone, cases), strict=True):
         *_, kind, _, victim = case
-        told = ERRORS[kind][1]
-        for rank, mine in enumerate(found):
-            text = f"{case}, rank {rank}: {mine}"
-            assert mine["waited"] < AT_ONCE_S + SLACK_S, text
-            assert mine["waited_again"] < AT_ONCE_S + SLACK_S, text
-            assert mine["torn"] is None and mine["teardown"] < 5, text
-            if rank == victim:  # it has its own error, and its group is lost
-                assert mine["first"] and mine["first"].type == kind, text
-                assert mine["again"].type == (kind if kind == "BackendError" else "FiccoError")
-                assert told.split(": ", 1)[-1] in mine["again"].text
-                assert mine["in the caller"][0] == (place != "copy thread"), text
+        message = ERRORS[kind][1]
+        for rank, report in enumerate(reports):
+            text = f"{case}, rank {rank}: {report}"
+            assert report["waited"] < AT_ONCE_S + SLACK_S, text
+            assert report["waited_again"] < AT_ONCE_S + SLACK_S, text
+            assert report["torn"] is None and report["teardown"] < 5, text
+            if rank == victim:  # it raises its own error, and its group is unusable
+                assert report["first"] and report["first"].type == kind, text
+                assert report["again"].type == (kind if kind == "BackendError" else "FiccoError")
+                assert message.split(": ", 1)[-1] in report["again"].text
+                assert report["in the caller"][0] == (place != "copy thread"), text
                 continue
-            # A rank that had all it needed ends this call well, and fails in the next.
-            error = mine["first"] or mine["again"]
+            # A rank that already had all data completes this call and fails in the next.
+            error = report["first"] or report["again"]
             assert isinstance(error, Failure) and error.type == "PeerFailed", text
-            assert error.fields["reasons"] == {victim: told}, text
-            assert f"rank {victim} failed: {told}. " in error.text
+            assert error.fields["reasons"] == {victim: message}, text
+            assert f"rank {victim} failed: {message}. " in error.text
             assert "output of rank" in error.text and "ficco.close(group)" in error.text
-            assert mine["again"].text == EARLIER * bool(mine["first"]) + error.text
+            assert report["again"].text == EARLIER * bool(report["first"]) + error.text
         if place != "caller's thread":
-            assert all(mine["first"] for mine in found), case
+            assert all(report["first"] for report in reports), case
 
 
 @pytest.mark.parametrize(
-    ("schedule", "then"),
+    ("schedule", "outcomes"),
     [
         ("shrinking", ["right"] * 3),
-        # The library would take what the peers sent before for data of the next call.
+        # The library would take earlier data of the peers for data of the next call.
         ("serial:collective", ["FiccoError", "RankMismatch", "FiccoError"]),
     ],
 )
 @on_ranks(3, timeout=25.0)
-def test_a_closed_group_never_takes_data_of_a_call_that_was_broken_off(
-    at: Rank, schedule: str, then: list[str]
+def test_a_closed_group_never_takes_data_of_an_interrupted_call(
+    at: Rank, schedule: str, outcomes: list[str]
 ) -> None:
-    """Rank 1 refuses a call, and the group is used again as the error says."""
+    """Rank 1 refuses a call, and the group is closed and used again as the error advises."""
     case = equal(at.world, 8, 8, 8, schedule=schedule)
     group = everyone(at, *[case] * 3)
-    made = make(at, case, 4, group)
+    operands = make(at, case, 4, group)
     with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=PATIENCE_S):
         if at.rank == 1:
             patch.setattr(calls.ProductCall, "allocate", refuse)
-        found = [caught(lambda: call(case, made.a, made.b, group))]
+        results = [caught(lambda: call(case, operands.a, operands.b, group))]
     ficco.close(group)
     for name in (schedule, "growing"):
-        found.append(caught(lambda name=name: exact(at, case.on(schedule=name), 5, group)))
-        if isinstance(found[-1], Failure):
+        results.append(caught(lambda name=name: exact(at, case.on(schedule=name), 5, group)))
+        if isinstance(results[-1], Failure):
             dist.barrier()
             ficco.close(group)
     dist.destroy_process_group(group)
-    kinds = [one.type if isinstance(one, Failure) else "right" for one in found]
-    assert kinds == ["MemoryError" if at.rank == 1 else "RankMismatch", then[at.rank], "right"]
+    kinds = [error.type if isinstance(error, Failure) else "right" for error in results]
+    assert kinds == ["MemoryError" if at.rank == 1 else "RankMismatch", outcomes[at.rank], "right"]
 
 
 @on_ranks(3, timeout=25.0)
-def test_what_a_watchdog_tells_while_a_call_begins_is_not_lost(at: Rank) -> None:
-    """A watchdog finds that an earlier call is stuck just before the next is written down."""
+def test_a_failure_that_a_watchdog_reports_while_a_call_begins_is_not_lost(at: Rank) -> None:
+    """A watchdog reports a stuck earlier call just before the next call is posted."""
     case = equal(at.world, 8, 8, 8)
     group = everyone(at, *[case] * 3)
-    made, operands = make(at, case, 4, group), calls.ProductCall.allocate
+    operands, allocate = make(at, case, 4, group), calls.ProductCall.allocate
     (workspace,) = workspaces(group)
-    late = ficco.SignalTimeout(operator="x", rank=1, peer=0, seconds=1.0)
+    timeout = ficco.SignalTimeout(operator="x", rank=1, peer=0, seconds=1.0)
 
     def fail(*args: Any) -> Any:
-        watchdog = threading.Thread(target=workspace.fail, args=[late])
+        watchdog = threading.Thread(target=workspace.fail, args=[timeout])
         watchdog.start()
         watchdog.join()
-        return operands(*args)
+        return allocate(*args)
 
     with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=20):
         if at.rank == 1:
             patch.setattr(calls.ProductCall, "allocate", fail)
-        found = [timed(lambda: call(case, made.a, made.b, group)) for _ in range(2)]
+        results = [timed(lambda: call(case, operands.a, operands.b, group)) for _ in range(2)]
     leave(group)
-    assert found[1][0].type == ("SignalTimeout" if at.rank == 1 else "PeerFailed"), found
-    assert sum(seconds for _, seconds in found) < LATE_S + SLACK_S
+    assert results[1][0].type == ("SignalTimeout" if at.rank == 1 else "PeerFailed"), results
+    assert sum(seconds for _, seconds in results) < LATE_S + SLACK_S
 
 
 def _gives_up(at: Rank, case: Case, warm: bool) -> list[tuple[Any, float]]:
-    """Rank 0 has little patience with rank 2, the others have a lot."""
+    """Rank 2 is late: rank 0 has a short timeout, and rank 1 a long one."""
     group = everyone(at, *[case if warm else case.on(n=24)] * 4)
-    made = make(at, case, 4, group)
+    operands = make(at, case, 4, group)
     if at.rank == 2:
         time.sleep(PATIENCE_S + LATE_S + 0.5)
     with ficco.options(timeout_s=20 if at.rank else PATIENCE_S):
-        found = [timed(lambda: call(case, made.a, made.b, group)) for _ in range(2)]
+        results = [timed(lambda: call(case, operands.a, operands.b, group)) for _ in range(2)]
     leave(group)
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
     ("schedule", "warm"), [("hetero-fused-1d:pull", False), ("serial:collective", True)]
 )
-def test_who_gave_up_waiting_is_not_waited_for(schedule: str, warm: bool) -> None:
-    gone, waiting, late = run(3, _gives_up, equal(3, 8, 8, 8, schedule=schedule), warm)
-    assert gone[0][0].type == "SignalTimeout" and gone[0][0].fields["peer"] in (2, None)
-    # Who comes late may still find all that it needs for this call, and fails in the next.
-    told = late[0] if isinstance(late[0][0], Failure) else late[1]
-    for error, waited in (waiting[0], told):
+def test_peers_do_not_wait_for_a_rank_that_timed_out(schedule: str, warm: bool) -> None:
+    impatient, waiting, late = run(3, _gives_up, equal(3, 8, 8, 8, schedule=schedule), warm)
+    assert impatient[0][0].type == "SignalTimeout" and impatient[0][0].fields["peer"] in (2, None)
+    # The late rank may still complete this call, and then fails in the next.
+    late_failure = late[0] if isinstance(late[0][0], Failure) else late[1]
+    for error, waited in (waiting[0], late_failure):
         assert isinstance(error, Failure) and error.type == "PeerFailed", error
         assert error.fields["reasons"][0].startswith("SignalTimeout: all_gather_matmul: rank 0 ")
         (facts,) = gave_up(error)
-        assert facts == {name: gone[0][0].fields[name] for name in facts}
+        assert facts == {name: impatient[0][0].fields[name] for name in facts}
         assert waited < PATIENCE_S + LATE_S + SLACK_S

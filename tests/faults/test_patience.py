@@ -1,4 +1,4 @@
-"""How long a rank waits for its peers, and what it says of a wait that lasts."""
+"""Timeouts of the waits for peers, and the warnings of long waits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ficco.errors import SignalTimeout
 from ficco.runtime.workspace import workspaces
 
 CPU = torch.device("cpu")
-#: Seconds of a wait before the first warning here.
+#: Seconds of a wait before the first warning in these tests.
 WARN_S = 0.2
 
 
@@ -40,27 +40,27 @@ def error(seconds: float) -> SignalTimeout:
     )
 
 
-def test_a_wait_warns_ever_more_rarely_and_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_warns_at_doubling_intervals_and_ends(caplog: pytest.LogCaptureFixture) -> None:
     wait, late = Patience(), Patience()
     with caplog.at_level(logging.WARNING, "ficco"):
         for seconds in range(0, 601, 5):
             assert wait.ends(600.0, error, float(seconds)) is None
     waited = [60, 120, 240, 480]
-    said = "all_gather_matmul: rank 0 waited {}.0 s for rank 3 at step '2.0' of schedule 'growing'"
+    text = "all_gather_matmul: rank 0 waited {}.0 s for rank 3 at step '2.0' of schedule 'growing'"
     assert len(caplog.messages) == len(waited)
     for seconds, message in zip(waited, caplog.messages, strict=True):
-        assert message.startswith(said.format(seconds)), message
+        assert message.startswith(text.format(seconds)), message
         assert "600 s in all (ficco.options(timeout_s=...))" in message
     ended = wait.ends(600.0, error, 601.0)
     assert ended is not None and ended.seconds == 601.0
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "ficco"):  # of a wait that is looked at late
+    with caplog.at_level(logging.WARNING, "ficco"):  # of a wait that is checked late
         for seconds in (500.0, 501.0, 959.0):
             assert late.ends(1000.0, error, seconds) is None
     assert len(caplog.messages) == 1
 
 
-def test_a_backend_that_does_not_say_its_limit() -> None:
+def test_a_backend_without_a_timeout_has_the_default() -> None:
     def no_backend(device: torch.device) -> Any:
         raise RuntimeError("Could not retrieve or create the backend")
 
@@ -71,17 +71,17 @@ def test_a_backend_that_does_not_say_its_limit() -> None:
 
 @on_ranks(2)
 def test_a_call_waits_as_long_as_its_group_unless_options_say_otherwise(at: Rank) -> None:
-    """Of a group that was made with a limit, without one, and of calls whose options set one."""
-    found = []
-    for timeout, asked in ((timedelta(seconds=77), None), (None, None), (None, 5.0)):
+    """A group with a timeout, a group without one, and calls whose options set one."""
+    timeouts = []
+    for timeout, option in ((timedelta(seconds=77), None), (None, None), (None, 5.0)):
         group = dist.new_group(list(range(at.world)), timeout=timeout)
         for iteration in range(2):
-            with ficco.options(timeout_s=asked and asked + iteration):
+            with ficco.options(timeout_s=option and option + iteration):
                 exact(at, equal(at.world, 4, 4, 4), iteration, group)
             (workspace,) = workspaces(group)
-            found.append(workspace.engine.timeout_s)
+            timeouts.append(workspace.engine.timeout_s)
         leave(group)
-    assert found == [77.0, 77.0, 1800.0, 1800.0, 5.0, 6.0]
+    assert timeouts == [77.0, 77.0, 1800.0, 1800.0, 5.0, 6.0]
 
 
 @on_ranks(2)
@@ -97,33 +97,33 @@ def test_the_limit_of_the_group_ends_a_call(at: Rank) -> None:
     leave(group)
 
 
-# A rank that is late: every place that waits says so.
+# A late rank: every wait for it warns.
 
 
 @contextmanager
 def late_rank(at: Rank, key: str) -> Iterator[list[str]]:
-    """The warnings of this rank within a block, which rank 1 enters once rank 0 has warned."""
-    said: list[str] = []
+    """Collect this rank's warnings in a block, which rank 1 enters after rank 0 has warned."""
+    warnings: list[str] = []
     store = dist.distributed_c10d._get_default_store()
 
     def emit(record: logging.LogRecord) -> None:
-        said.append(record.getMessage())
+        warnings.append(record.getMessage())
         store.set(key, "warned")
 
     if at.rank == 1:
-        store.get(key)  # which waits for it
+        store.get(key)  # blocks until rank 0 sets the key
     handler = logging.Handler(logging.WARNING)
     handler.emit = emit  # type: ignore[method-assign]
     patience.LOGGER.addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patience, "WARN_AFTER_S", WARN_S)
         try:
-            yield said
+            yield warnings
         finally:
             patience.LOGGER.removeHandler(handler)
 
 
-#: What a rank is late for, and what the warning says of it.
+#: Operation that a rank begins late, and a part of the warning.
 WAITS: dict[str, str] = {
     "first call": "join the first call of this group (find out which ranks share a host)",
     "new kind": "step 'agree on what to compute' of schedule 'growing'",
@@ -136,28 +136,28 @@ WAITS: dict[str, str] = {
 }
 
 
-def _late(at: Rank, what: str) -> list[str]:
-    if "hosts" in what:
+def _late(at: Rank, operation: str) -> list[str]:
+    if "hosts" in operation:
         os.environ["FICCO_HOST"] = f"host-{at.rank}"
-    schedule = "serial:collective" if what == "collective" else "growing"
+    schedule = "serial:collective" if operation == "collective" else "growing"
     case, index = equal(at.world, 8, 8, 8, schedule=schedule), torch.zeros(3, 1, dtype=torch.long)
-    group = everyone(at, *[case] * 3 * (not what.startswith("first call")))
+    group = everyone(at, *[case] * 3 * (not operation.startswith("first call")))
     calls: dict[str, Callable[[], Any]] = {
         "counts": lambda: ficco.route(index, 4, group=group).capacity,
         "new kind": partial(exact, at, case.on(n=24), 7, group),
         "memory": lambda: workspaces(group)[0].engine.symmetric(64),
     }
-    once = calls.get(what, partial(exact, at, case, 5, group))
+    call = calls.get(operation, partial(exact, at, case, 5, group))
     at.barrier()
-    with late_rank(at, what) as said:
-        once()
+    with late_rank(at, operation) as warnings:
+        call()
     leave(group)
-    return said
+    return warnings
 
 
-@pytest.mark.parametrize("what", WAITS)
-def test_who_waits_for_a_late_rank_warns(what: str) -> None:
-    said, _ = run(2, _late, what, fresh="hosts" in what)
-    assert WAITS[what] in said[0], said
-    for message in said:
+@pytest.mark.parametrize("operation", WAITS)
+def test_a_rank_that_waits_for_a_late_rank_warns(operation: str) -> None:
+    warnings, _ = run(2, _late, operation, fresh="hosts" in operation)
+    assert WAITS[operation] in warnings[0], warnings
+    for message in warnings:
         assert "rank 0 waited" in message and "for rank 1" in message, message

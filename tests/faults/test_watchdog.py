@@ -1,4 +1,4 @@
-"""The watchdog, on a stand-in for a GPU: when it speaks up, what it says and what it does then."""
+"""The watchdog, with a double of a GPU: its reports, and the actions that follow."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from ficco.schedules import NAMED, plan
 TIMEOUT_S = 0.4
 
 
-#: A product that waits for rank 1, as errors name it.
+#: Name in errors of a product that waits for rank 1.
 STEP = "1.0 (matmul on compute0)"
 
 
 class Engine:
-    """A GPU on which call ``running`` never ends, or on which calls end all the time."""
+    """A GPU whose call ``running`` never ends; if ``ending``, calls end all the time."""
 
     rank = 0
     operator = "all_gather_matmul"
@@ -37,7 +37,7 @@ class Engine:
     def __init__(self, running: int, ending: bool) -> None:
         self.running, self.ending, self.lost = running, ending, set[int]()
         self.released: list[Slot] = []
-        self.times = 0  # that everything was released
+        self.releases = 0
 
     def pulse(self, slot: Slot) -> tuple[int, bool]:
         return self.running, self.ending
@@ -55,7 +55,7 @@ class Engine:
 
     def release(self, slots: list[Slot], seconds: float) -> bool:
         self.released = list(slots)
-        self.times += 1
+        self.releases += 1
         return True
 
 
@@ -102,11 +102,11 @@ def watch() -> Iterator[Watch]:
     dogs: list[Watchdog] = []
 
     def start(
-        running: int = 7, ending: bool = False, error: RankMismatch | None = None, **more: Any
+        running: int = 7, ending: bool = False, error: RankMismatch | None = None, **options: Any
     ) -> Workspace:
-        workspace = Workspace(running, ending, error, more.pop("schedule", "growing"))
+        workspace = Workspace(running, ending, error, options.pop("schedule", "growing"))
         dog = Watchdog(workspace)  # type: ignore[arg-type]
-        vars(dog).update({"timeout_s": TIMEOUT_S, "on_timeout": "raise"} | more)
+        vars(dog).update({"timeout_s": TIMEOUT_S, "on_timeout": "raise"} | options)
         dogs.append(dog)
         return workspace
 
@@ -117,14 +117,14 @@ def watch() -> Iterator[Watch]:
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Exit codes with which this process would have ended. Asked for before ``watch``."""
+    """Exit codes passed to ``os._exit``, which does nothing. Request it before ``watch``."""
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
     return codes
 
 
 def until(workspace: Workspace, seconds: float) -> float:
-    """Seconds until the workspace fails, or all of them."""
+    """Seconds until the workspace fails, at most ``seconds``."""
     begin = time.monotonic()
     while workspace.error is None and time.monotonic() - begin < seconds:
         time.sleep(0.005)
@@ -132,7 +132,7 @@ def until(workspace: Workspace, seconds: float) -> float:
 
 
 def soon(condition: Callable[[], object]) -> bool:
-    """Whether a condition comes true, however late the watchdog's thread is."""
+    """Whether a condition becomes true within 20 s, for a late thread of the watchdog."""
     begin = time.monotonic()
     while not condition() and time.monotonic() - begin < 20:
         time.sleep(PERIOD_S)
@@ -140,15 +140,15 @@ def soon(condition: Callable[[], object]) -> bool:
 
 
 @pytest.mark.parametrize(("rank", "far"), [(1, False), (2, False), (1, True)])
-def test_the_end_of_the_process_that_is_waited_for_is_seen_at_once(
+def test_the_end_of_an_awaited_process_is_reported_at_once(
     watch: Watch, rank: int, far: bool
 ) -> None:
     workspace = watch(timeout_s=20)
-    # Of another host it is the connection that tells.
+    # The end of a process on another host shows in its connection.
     (workspace.engine.lost if far else workspace.board.gone).add(rank)
     waited = until(workspace, 4 * ENDED_S)
     error = workspace.error
-    if rank == 2:  # the first signal that is missing is another's, who is there
+    if rank == 2:  # the first missing signal is of a rank that still runs
         assert error is None
         return
     assert isinstance(error, SignalTimeout) and (error.peer, error.ended) == (1, True)
@@ -162,10 +162,10 @@ def test_the_end_of_the_process_that_is_waited_for_is_seen_at_once(
     [
         ("growing", [], 1, 1, STEP),
         ("tiled", [], 1, 1, "all 8:16 (matmul on compute0)"),
-        # A rank that does not answer is named in place of one that waits for it.
+        # A rank that does not answer is named instead of a rank that waits for it.
         ("growing", [2], 2, None, STEP),
         ("growing", [2, 1], 1, 1, STEP),
-        # A program that is forgotten is still timed.
+        # A call whose program is no longer cached is still timed.
         ("unknown", [], None, None, "unknown"),
     ],
 )
@@ -189,12 +189,12 @@ def test_a_stuck_call_is_named_and_released(
     assert (error.operator, error.rank, error.peer) == ("all_gather_matmul", 0, peer)
     assert (error.wanted, error.step) == (wanted, step)
     assert error.schedule.startswith(schedule) and error.seconds >= TIMEOUT_S
-    assert soon(lambda: workspace.engine.times >= 3)  # with the calls that come after it
+    assert soon(lambda: workspace.engine.releases >= 3)  # later calls are released, too
     assert workspace.engine.released == workspace.slots
     assert str(error) in capfd.readouterr().err
 
 
-def test_a_call_that_lasts_is_logged_while_it_is_waited_for(
+def test_a_long_call_is_logged_while_it_runs(
     watch: Watch,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -203,7 +203,7 @@ def test_a_call_that_lasts_is_logged_while_it_is_waited_for(
     with caplog.at_level("WARNING", "ficco"):
         workspace = watch(timeout_s=60)
         assert soon(lambda: len(caplog.messages) >= 2)
-    assert workspace.error is None and not workspace.engine.times
+    assert workspace.error is None and not workspace.engine.releases
     for message in caplog.messages:
         assert "all_gather_matmul: rank 0 waited" in message and "s for rank 1 at" in message
         assert f"step '{STEP}' of schedule 'growing'" in message
@@ -217,20 +217,20 @@ def test_a_call_that_lasts_is_logged_while_it_is_waited_for(
 
 
 @pytest.mark.parametrize(("running", "ending"), [(0, False), (7, True)])
-def test_idle_slots_and_calls_that_end_are_left_alone(
+def test_idle_slots_and_ending_calls_raise_nothing(
     watch: Watch, running: int, ending: bool
 ) -> None:
-    """Even if a process has ended."""
+    """The watchdog reports no error, even if a process has ended."""
     workspace = watch(running, ending)
     workspace.board.gone.add(1)
     longest = max(3 * TIMEOUT_S, 2 * ENDED_S)
     assert until(workspace, longest) >= longest
 
 
-def test_a_device_that_answers_with_errors_does_not_end_the_process(
+def test_a_device_that_returns_errors_does_not_end_the_process(
     ended: list[int], watch: Watch
 ) -> None:
-    """The caller has its error already."""
+    """The caller already has the error."""
     workspace = watch()
 
     def lost(slots: list[Slot]) -> bool:
@@ -238,31 +238,31 @@ def test_a_device_that_answers_with_errors_does_not_end_the_process(
 
     workspace.engine.idle = lost  # type: ignore[method-assign]
     workspace.error = BackendError("hipMemcpyAsync", "hipErrorLaunchFailure", "the same")
-    assert soon(lambda: workspace.engine.times) and not ended
+    assert soon(lambda: workspace.engine.releases) and not ended
 
 
-def test_the_time_of_a_slot_goes_with_it(watch: Watch) -> None:
+def test_a_new_slot_starts_a_new_timeout(watch: Watch) -> None:
     workspace = watch()
     time.sleep(0.5 * TIMEOUT_S)
     slots, workspace.slots = workspace.slots, []
     time.sleep(3 * PERIOD_S)
-    workspace.slots = slots  # as far as the watchdog can tell, another one
+    workspace.slots = slots  # the watchdog takes it for a new slot
     assert until(workspace, 10 * TIMEOUT_S) >= TIMEOUT_S - PERIOD_S
 
 
-def test_what_is_known_although_nothing_runs(watch: Watch) -> None:
-    """A disagreement, and what broke off here before any peer has come to the call."""
+def test_a_mismatch_and_an_interrupted_call_are_handled_while_nothing_runs(watch: Watch) -> None:
+    """A mismatch, and a call that this rank interrupted before any peer began it."""
     error = RankMismatch({0: "this", 1: "that"})
     workspace = watch(running=0, error=error)
     assert until(workspace, TIMEOUT_S) < TIMEOUT_S
     assert workspace.error is error
     workspace = watch(running=0)
     workspace.error = FiccoError("broken off by MemoryError")
-    assert soon(lambda: workspace.engine.times)
+    assert soon(lambda: workspace.engine.releases)
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_what_the_caller_was_told_ends_no_process(
+def test_an_error_that_the_caller_has_ends_no_process(
     ends: bool,
     ended: list[int],
     monkeypatch: pytest.MonkeyPatch,
@@ -270,19 +270,19 @@ def test_what_the_caller_was_told_ends_no_process(
 ) -> None:
     monkeypatch.setattr("ficco.runtime.watchdog.SETTLE_S", 20.0 if ends else 4 * PERIOD_S)
     workspace = Workspace(7, False, RankMismatch({0: "broken off", 1: "that"}))
-    workspace.error = told = FiccoError("broken off by OutOfMemoryError")
-    dog = Watchdog(workspace)  # type: ignore[arg-type]  # which aborts unless told otherwise
+    workspace.error = error = FiccoError("broken off by OutOfMemoryError")
+    dog = Watchdog(workspace)  # type: ignore[arg-type]  # aborts by default
     time.sleep(3 * PERIOD_S)
-    assert not workspace.engine.times  # what was in flight before may end by itself
+    assert not workspace.engine.releases  # earlier calls in flight may end by themselves
     if ends:
         workspace.engine.running = 0
-    assert soon(lambda: workspace.engine.times)
+    assert soon(lambda: workspace.engine.releases)
     dog.stop()
     assert workspace.engine.released == workspace.slots
-    assert not ended and capfd.readouterr().err == "" and workspace.error is told
+    assert not ended and capfd.readouterr().err == "" and workspace.error is error
 
 
-def test_a_watchdog_that_cannot_look_says_so_and_ends_the_calls(
+def test_a_watchdog_that_fails_reports_it_and_ends_the_calls(
     watch: Watch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     workspace = watch()
@@ -292,7 +292,7 @@ def test_a_watchdog_that_cannot_look_says_so_and_ends_the_calls(
 
     workspace.engine.pulse = unforeseen  # type: ignore[method-assign]
     until(workspace, 10 * TIMEOUT_S)
-    assert soon(lambda: workspace.engine.times)
+    assert soon(lambda: workspace.engine.releases)
     assert "watchdog failed with KeyError: 'unforeseen'" in str(workspace.error)
     assert "no longer watched" in capfd.readouterr().err
 
@@ -307,10 +307,10 @@ def test_streams_that_cannot_be_freed_or_an_abort_end_the_process(
 
     workspace.engine.release = refused  # type: ignore[method-assign]
     assert soon(lambda: ended) and ended == [1]
-    said = capfd.readouterr().err
-    assert "the driver is gone" in said and "could not be freed" in said
+    output = capfd.readouterr().err
+    assert "the driver is gone" in output and "could not be freed" in output
     workspace = watch(on_timeout="abort")
     assert soon(lambda: len(ended) > 1) and ended == [1, 1]
-    said = capfd.readouterr().err
-    assert "SignalTimeout: all_gather_matmul: rank 0 waited" in said
-    assert 0 < said.index("left the board") < said.index("on_timeout='abort'")
+    output = capfd.readouterr().err
+    assert "SignalTimeout: all_gather_matmul: rank 0 waited" in output
+    assert 0 < output.index("left the board") < output.index("on_timeout='abort'")
