@@ -485,11 +485,11 @@ def test_a_stored_error_does_not_keep_the_operands(at: Rank) -> None:
 
 
 #: Function that raises in a call split by columns: its owner, its name, and the number of the call
-#: that raises. Operands are allocated for the whole call and for each part.
+#: that raises. The whole call and each part are announced, after they allocate operands.
 REFUSED = {
     "all columns": (torch.Tensor, "new_empty", 1),
     "a part": (calls, "run", 2),
-    "a part of all ranks": (calls.ProductCall, "allocate", 3),
+    "a part of all ranks": (workspace, "_announce", 3),
 }
 
 
