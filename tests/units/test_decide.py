@@ -1,4 +1,4 @@
-"""Who decides what schedule="auto" takes, ficco.explain, and decisions that are kept."""
+"""Decisions of schedule="auto", ficco.explain, and ``ficco explain`` on the command line."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from ficco.schedules import NAMED, Schedule
 from ficco.simulate import predict
 from ficco.tools import cli
 
-#: A machine of which nothing but the thresholds of the rule is known.
+#: A machine that has only the thresholds of the rule.
 RULED = Machine("ruled", "toy", 4, thresholds=Thresholds(1e12, 5e12, BY))
 
 TUNED = Tuned(
@@ -57,18 +57,18 @@ TUNED = Tuned(
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warnings that were given once are given again."""
+    """Let each test raise the warnings that are raised once per process."""
     monkeypatch.setattr(errors, "_warned", set())
 
 
 # The order of the sources.
 
 
-def test_what_goes_before_all_figures() -> None:
+def test_requests_and_trivial_problems_need_no_figures() -> None:
     tuned = replace(MACHINE, tuned=(TUNED,))
     name = "hetero-fused-2d:pull"
-    for wanted, machine in ((name, None), (Schedule.parse(name), None), (name, tuned)):
-        decision = decide(PROBLEM, wanted, machine=machine)
+    for schedule, machine in ((name, None), (Schedule.parse(name), None), (name, tuned)):
+        decision = decide(PROBLEM, schedule, machine=machine)
         assert (decision.source, str(decision)) == ("caller", f"{name} (requested)")
     with pytest.raises(ValueError, match="ring is for operators that sum over ranks"):
         decide(PROBLEM, "ring", machine=MACHINE)
@@ -83,39 +83,39 @@ def test_what_goes_before_all_figures() -> None:
         decide(PROBLEM, mode="graph")
 
 
-def test_what_was_measured_goes_before_the_model() -> None:
-    other = replace(TUNED, k=2 * TUNED.k, queued="serial", idle="serial")
-    machine = replace(MACHINE, tuned=(other, TUNED))
-    for mode, taken, figures, hidden_s in (
+def test_a_tuned_entry_takes_precedence_over_the_model() -> None:
+    another = replace(TUNED, k=2 * TUNED.k, queued="serial", idle="serial")
+    machine = replace(MACHINE, tuned=(another, TUNED))
+    for mode, expected, figures, hidden_s in (
         ("queued", "growing:tail=8", "2 ms, 2.00 times", 2e-3),
         ("idle", "shrinking:pieces=3", "3 ms, 1.33 times", 1e-3),
         ("eager", "shrinking:pieces=3", "3 ms, 1.33 times", 1e-3),
     ):
         decision = decide(PROBLEM, machine=machine, mode=mode)
-        assert (str(decision.schedule), decision.source) == (taken, "tuned")
+        assert (str(decision.schedule), decision.source) == (expected, "tuned")
         assert decision.reason == f"measured on toy: {figures} as fast as serial"
         assert decision.hidden_s == pytest.approx(hidden_s)
         model = decide(replace(PROBLEM, n=512), machine=machine, mode=mode)
-        times = {one.schedule: getattr(one, mode, one.queued) for one in model.candidates}
+        times = {c.schedule: getattr(c, mode, c.queued) for c in model.candidates}
         hidden = [times[name] - times[str(model.schedule)] for name in SERIALS]
         assert model.source == "model" and model.hidden_s in hidden
         assert decide(PROBLEM, "growing", machine=machine, mode=mode).hidden_s is None
 
 
-def test_a_tuned_entry_is_of_its_operator_and_its_blocks() -> None:
+def test_a_tuned_entry_serves_only_its_operator_and_its_blocks() -> None:
     table = ((1, 2, 3, 4), (4, 3, 2, 1), (2, 2, 2, 2), (3, 3, 3, 3))
-    asked = Problem.of_blocks("all_to_all_matmul", table, 64, 64, "bfloat16")
+    blocks = Problem.of_blocks("all_to_all_matmul", table, 64, 64, "bfloat16")
     sums = Problem("matmul_reduce_scatter", PROBLEM.rows, PROBLEM.n, PROBLEM.k, PROBLEM.dtype)
-    one, two = (
+    first, second = (
         replace(TUNED, operator=p.operator, rows=p.rows, n=p.n, k=p.k, blocks=p.blocks, idle=name)
-        for p, name in ((asked, "growing:tail=3"), (sums, "ring:pieces=3"))
+        for p, name in ((blocks, "growing:tail=3"), (sums, "ring:pieces=3"))
     )
-    machine = replace(MACHINE, tuned=(one, two))
-    assert str(decide(asked, machine=machine).schedule) == "growing:tail=3"
+    machine = replace(MACHINE, tuned=(first, second))
+    assert str(decide(blocks, machine=machine).schedule) == "growing:tail=3"
     assert str(decide(sums, machine=machine).schedule) == "ring:pieces=3"
     assert decide(PROBLEM, machine=machine).source == "model"
     turned = Problem.of_blocks("all_to_all_matmul", table[::-1], 64, 64, "bfloat16")
-    assert turned.rows == asked.rows and decide(turned, machine=machine).source == "model"
+    assert turned.rows == blocks.rows and decide(turned, machine=machine).source == "model"
     assert loads(dumps(machine)).tuned == machine.tuned
 
 
@@ -128,33 +128,33 @@ def test_a_tuned_entry_is_of_its_operator_and_its_blocks() -> None:
         ("tiled:pieces=2", "the engine has no product whose tiles wait"),
     ],
 )
-def test_a_tuned_entry_that_is_no_more_is_skipped(name: str, why: str) -> None:
+def test_a_tuned_entry_that_cannot_run_is_skipped(name: str, why: str) -> None:
     machine = replace(MACHINE, tuned=(replace(TUNED, queued=name),))
-    here: dict[str, Any] = {"machine": machine, "offers": ("dma",)}
+    facts: dict[str, Any] = {"machine": machine, "offers": ("dma",)}
     with pytest.warns(UserWarning, match=f"(?s)is skipped: .*{why}.*ficco tune") as warned:
-        decision = decide(PROBLEM, mode="queued", **here)
+        decision = decide(PROBLEM, mode="queued", **facts)
     assert decision.source == "model" and "toy" in str(warned[0].message)
-    with warnings.catch_warnings():  # it was said once
+    with warnings.catch_warnings():  # the warning is raised once
         warnings.simplefilter("error")
-        assert decide(PROBLEM, mode="queued", **here) == decision
-        assert decide(PROBLEM, mode="idle", **here).source == "tuned"
+        assert decide(PROBLEM, mode="queued", **facts) == decision
+        assert decide(PROBLEM, mode="idle", **facts).source == "tuned"
     if name.startswith("tiled"):
         assert str(decide(PROBLEM, machine=machine, mode="queued").schedule) == name
 
 
-def test_the_rule_serves_where_figures_of_the_model_are_missing() -> None:
-    both = replace(MACHINE, thresholds=RULED.thresholds)
-    assert decide(PROBLEM, machine=both).source == "model"
-    asked = problem(65536, 2048, 8192)
-    decision = decide(asked, machine=replace(both, gemm=None, contention=None))
+def test_the_rule_decides_without_figures_of_the_model() -> None:
+    machine = replace(MACHINE, thresholds=RULED.thresholds)
+    assert decide(PROBLEM, machine=machine).source == "model"
+    wide = problem(65536, 2048, 8192)
+    decision = decide(wide, machine=replace(machine, gemm=None, contention=None))
     assert (str(decision.schedule), decision.source) == ("hetero-fused-1d", "rule")
     for part in ("between the thresholds", "toy lacks gemm, contention", "ficco tune"):
         assert part in decision.reason
     mesh = replace(RULED, topology=replace(MACHINE.topology, kind="mesh"))
-    assert str(decide(asked, machine=mesh).schedule) == "hetero-fused-1d:copy=3"  # over all links
+    assert str(decide(wide, machine=mesh).schedule) == "hetero-fused-1d:copy=3"  # over all links
 
 
-def test_serial_where_nothing_is_known() -> None:
+def test_the_fallback_is_serial() -> None:
     for machine, why in (
         (None, "nobody described this machine"),
         (Machine("empty", "toy", 4), "empty lacks topology, .* and thresholds"),
@@ -172,14 +172,14 @@ def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
     decision = decide(problem(2048, 1024, 4096, world=2), machine=tuned, mode="queued")
     assert decision.source == "model"
     assert "on toy (as 2 ranks)" in decision.reason
-    # Both ranks receive a shard of 8 MiB: the collective takes as long as one of 4 ranks that
-    # receive three of a third of that.
-    (serial,) = (one for one in decision.candidates if one.schedule == "serial:collective")
+    # Each of two ranks receives 8 MiB in one shard: the collective takes as long as on 4 ranks that
+    # receive 8 MiB in three shards.
+    (serial,) = (c for c in decision.candidates if c.schedule == "serial:collective")
     assert serial.queued == pytest.approx(1e-3 + 2e-3)
     blocks = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
     curve = Collective(((3e6, 1e-3), (9e6, 2e-3)), BY)
     sized = described(replace(MACHINE, **dict.fromkeys(blocks, curve)), 2)
-    for block in blocks:  # a peer in place of three
+    for block in blocks:  # one peer instead of three
         assert getattr(sized, block).curve == ((9e6, 1e-3), (27e6, 2e-3))
     for world, name in ((2, "h200-2"), (3, "h200-4"), (8, "h200-4")):
         assert nearest(Fingerprint("nvidia h200", world)).name == name
@@ -201,13 +201,13 @@ for rows, n, k in (([8192] * 4, 2048, 8192), ([2048] * 4, 3584, 4096), ([7, 900,
 
 @pytest.mark.slow
 def test_every_process_decides_alike(capsys: pytest.CaptureFixture[str]) -> None:
-    """This one, and one that hashes in another way."""
+    """This process, and a process with another hash seed."""
     env = {**os.environ, "PYTHONHASHSEED": "77"}
     command = [sys.executable, "-c", _ASK]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     exec(_ASK, {})
-    assert done.stdout == capsys.readouterr().out
-    assert done.stdout.count("(model: ") == 6
+    assert result.stdout == capsys.readouterr().out
+    assert result.stdout.count("(model: ") == 6
 
 
 def test_explain_shows_what_was_compared() -> None:
@@ -215,9 +215,9 @@ def test_explain_shows_what_was_compared() -> None:
         "all_gather_matmul", m=4096, n=1024, k=4096, world=4, machine=MACHINE, captured=True
     )
     assert (str(decision.schedule), decision.source) == ("shard-overlap:compute=2", "model")
-    queued = [one.queued for one in decision.candidates]
+    queued = [candidate.queued for candidate in decision.candidates]
     assert queued == sorted(queued)
-    by_name = {one.schedule: one for one in decision.candidates}
+    by_name = {candidate.schedule: candidate for candidate in decision.candidates}
     chosen, serial = by_name["shard-overlap:compute=2"], by_name["serial:collective"]
     assert chosen.queued == pytest.approx(4e-3) and chosen.idle == pytest.approx(4e-3)
     assert (chosen.share, chosen.losses.gemm) == (pytest.approx(1.0), pytest.approx(1.0))
@@ -230,31 +230,31 @@ def test_explain_shows_what_was_compared() -> None:
 def test_explain_takes_schedules_numbers_and_machines_of_any_kind(tmp_path: Path) -> None:
     sizes = {"m": 4096, "n": 1024, "k": 4096, "world": 4}
     decision = ficco.explain(GATHER, schedule="growing:tail=7", **sizes, machine=MACHINE)
-    assert "growing:tail=7" in [one.schedule for one in decision.candidates]
+    assert "growing:tail=7" in [candidate.schedule for candidate in decision.candidates]
     assert "* growing:tail=7" in decision.table()
     of_numpy = {name: np.int64(size) for name, size in sizes.items()}
-    found = ficco.explain(GATHER, **of_numpy, machine=MACHINE)
-    assert found.problem == decision.problem and type(found.problem.n) is int
+    explained = ficco.explain(GATHER, **of_numpy, machine=MACHINE)
+    assert explained.problem == decision.problem and type(explained.problem.n) is int
     assert "h200-4" in ficco.explain(GATHER, machine="h200-4", **sizes).reason
     path = tmp_path / "mine.yaml"
     save(MACHINE, path)
     assert "on toy" in ficco.explain(GATHER, machine=str(path), **sizes).reason
 
 
-def test_options_and_explain_refuse_what_no_call_can_be() -> None:
+def test_options_and_explain_refuse_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="machine: required a name, a path or None, got 5"):
         ficco.Options(machine=5)  # type: ignore[arg-type]
     sizes: Any = {"operator": GATHER, "m": 2048, "n": 1024, "k": 4096, "world": 4}
-    for wrong, said in (
+    for wrong, message in (
         ({"world": 0}, "at least 1 rank"),
         ({"machine": 5}, "machine: required a Machine, a name.* or None, got 5"),
         ({"machine": "nowhere"}, "nowhere"),
     ):
-        with pytest.raises((ValueError, ficco.ConfigError), match=said):
+        with pytest.raises((ValueError, ficco.ConfigError), match=message):
             ficco.explain(**{**sizes, **wrong})
 
 
-# The same on the command line.
+# The command line.
 
 SIZES = ["--m", "8192", "--n", "3584", "--k", "4096", "--machine", "h200-4"]
 GATHER = "all_gather_matmul"
@@ -264,52 +264,52 @@ GATHER = "all_gather_matmul"
 def test_every_operator_is_explained_planned_and_simulated(
     operator: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said(*command: str) -> str:
+    def output(*command: str) -> str:
         assert cli.run([*command, "--operator", operator]) == 0
         return capsys.readouterr().out
 
-    text = said("explain", *SIZES)
+    text = output("explain", *SIZES)
     decision = ficco.explain(operator, m=8192, n=3584, k=4096, world=4, machine="h200-4")
     assert text.startswith(f"{operator}(m=8192 (") and f"* {decision.schedule}" in text
-    names = {one.schedule for one in decision.candidates}
+    names = {candidate.schedule for candidate in decision.candidates}
     assert {"serial:collective", "serial", str(decision.schedule)} <= names
-    assert all(0 < one.share <= 1.0 and one.losses.gemm >= 0.99 for one in decision.candidates)
-    explained = json.loads(said("explain", *SIZES, "--json"))
+    assert all(0 < c.share <= 1.0 and c.losses.gemm >= 0.99 for c in decision.candidates)
+    explained = json.loads(output("explain", *SIZES, "--json"))
     assert (explained["schedule"], explained["mode"]) == (str(decision.schedule), "eager")
     first, second = explained["candidates"][0], decision.candidates[0]
     assert first["predicted"]["queued"] == second.queued and first["measured"] == {}
 
-    # A plan is decided as calls are there.
-    planned = json.loads(said("plan", "auto", *SIZES, "--rank", "3", "--json"))
+    # `ficco plan auto` decides as a call does.
+    planned = json.loads(output("plan", "auto", *SIZES, "--rank", "3", "--json"))
     assert planned["problem"]["operator"] == operator and planned["source"] == "model"
     assert planned["reason"] == explained["reason"] == decision.reason
 
-    rows = {r["candidate"]: r for r in json.loads(said("simulate", "growing", *SIZES, "--json"))}
+    rows = {r["candidate"]: r for r in json.loads(output("simulate", "growing", *SIZES, "--json"))}
     assert rows["growing"]["ms"] >= rows["ideal"]["ms"] > 0
     assert (rows["growing"]["n"], rows["growing"]["k"]) == (3584, 4096)
-    # Of shapes that ship, those of the layer behind: n and k are exchanged.
-    first = json.loads(said("simulate", "growing", "--set", "small", "--json"))[0]
+    # A scattering operator takes the shapes of the next layer, whose n and k are exchanged.
+    first = json.loads(output("simulate", "growing", "--set", "small", "--json"))[0]
     sends = operator.startswith("matmul_")
     assert (first["n"], first["k"]) == ((4096, 1024) if sends else (1024, 4096))
 
 
-def test_rows_are_taken_as_the_operators_take_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_takes_rows_as_the_operators_do(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"n": 64, "k": 32, "world": 2, "machine": MACHINE}
     table, text = [[1, 2], [3, 4]], "1,2;3,4"
-    for operator, m, rows, given in (
+    for operator, m, rows, argument in (
         ("matmul_reduce_scatter", 9, [2, 7], "2,7"),
         ("all_to_all_matmul", 6, table, text),
         ("matmul_all_to_all", 7, table, text),
     ):
-        found = ficco.explain(operator, m=m, rows=rows, **sizes).problem
+        explained = ficco.explain(operator, m=m, rows=rows, **sizes).problem
         make = Problem.of_blocks if rows is table else Problem
-        assert found == make(operator, tuple(rows), 64, 32, "bfloat16")
-        of = f"--operator {operator} --m {m} --rows {given} --n 64 --k 32 --world 2".split()
+        assert explained == make(operator, tuple(rows), 64, 32, "bfloat16")
+        options = f"--operator {operator} --m {m} --rows {argument} --n 64 --k 32 --world 2".split()
         for command in (["explain"], ["plan", "serial"]):
-            assert cli.run([*command, *of, "--machine", "h200-4"]) == 0
+            assert cli.run([*command, *options, "--machine", "h200-4"]) == 0
             assert f"rows={rows}" in capsys.readouterr().out
     assert ficco.explain("all_to_all_matmul", m=7, **sizes).problem.rows == (7, 7)
-    for operator, m, rows, said in (
+    for operator, m, rows, message in (
         ("matmul_reduce_scatter", 9, [2, 6], "the sum 9, which is m, got 8"),
         ("matmul_reduce_scatter", 9, [9], "required 2 numbers"),
         ("all_to_all_matmul", 7, table, "the largest sum 7, which is m, got 6"),
@@ -317,7 +317,7 @@ def test_rows_are_taken_as_the_operators_take_them(capsys: pytest.CaptureFixture
         ("all_to_all_matmul", 6, [[1, 2, 3], [3, 4, 5]], "a table of 2 x 2 numbers"),
         ("matmul_all_reduce", 6, [3, 3], "required none for matmul_all_reduce"),
     ):
-        with pytest.raises(ValueError, match=f"rows: .*{said}"):
+        with pytest.raises(ValueError, match=f"rows: .*{message}"):
             ficco.explain(operator, m=m, rows=rows, **sizes)
 
 
@@ -325,24 +325,24 @@ def test_rows_are_taken_as_the_operators_take_them(capsys: pytest.CaptureFixture
 def test_the_command_measures_what_it_predicts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = [Schedule.parse(name) for name in ("serial:collective", "serial", "growing")]
-    monkeypatch.setattr(families, "candidates", lambda *_: tuple(few))
+    schedules = [Schedule.parse(name) for name in ("serial:collective", "serial", "growing")]
+    monkeypatch.setattr(families, "candidates", lambda *_: tuple(schedules))
     machine = replace(MACHINE, accelerator="cpu", ranks=2)
     save(machine, tmp_path / "mine.yaml")
     sizes = ["--m", "64", "--n", "16", "--k", "32", "--dtype", "float32"]
     options = ["--machine", str(tmp_path / "mine.yaml"), "--measure", "--seconds", "1", "--json"]
     picture = tmp_path / "sub" / "candidates.png"
     assert cli.run(["explain", *sizes, *options, "--draw", str(picture)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["mode"] == "idle" and len(found["candidates"]) == 3
-    for one in found["candidates"]:
-        assert one["measured"]["idle"] > 0 and one["predicted"]["idle"] > 0, one
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["mode"] == "idle" and len(explained["candidates"]) == 3
+    for candidate in explained["candidates"]:
+        assert candidate["measured"]["idle"] > 0 and candidate["predicted"]["idle"] > 0, candidate
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_invalid_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     two = ["--world", "2"]
-    for more, said in (
+    for arguments, message in (
         (["--schedule", "ring"], "operators that sum"),
         (["--world", "0"], "at least 1 rank, got 0"),
         (["--world", str(10**20)], "--world: required at most 1024 ranks, got 1000000"),
@@ -353,29 +353,29 @@ def test_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
         ([*two, "--rows", "²,2"], "--rows: required whole numbers"),
         ([*two, "--rows", "8191,1", "--measure"], "without --rows"),
     ):
-        assert cli.run(["explain", *SIZES, *more]) == 2
-        assert said in capsys.readouterr().err
+        assert cli.run(["explain", *SIZES, *arguments]) == 2
+        assert message in capsys.readouterr().err
 
 
-def test_without_ranks_the_machine_that_is_found_gives_them(
+def test_the_machine_gives_the_default_number_of_ranks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Fingerprint("nvidia h200", 2)
-    asked = where(None, None, here)
-    assert asked.machine is not None and (asked.machine.name, asked.world) == ("h200-2", 2)
+    facts = where(None, None, here)
+    assert facts.machine is not None and (facts.machine.name, facts.world) == ("h200-2", 2)
     modes = [where(None, 3, here, captured=captured).mode for captured in (False, True)]
     assert modes == ["eager", "queued"] and where("cpu", 4, here).mode == "idle"
     if not torch.cuda.is_available():
         assert cli.run(["explain", *SIZES[:6]]) == 0
-        assert "(2048 x 4 ranks)" in capsys.readouterr().out  # cpu.yaml's
+        assert "(2048 x 4 ranks)" in capsys.readouterr().out  # of cpu.yaml
     for name in ("find", "nearest"):
         monkeypatch.setattr(sys.modules["ficco.heuristics.decide"], name, lambda *_: None)
     assert cli.run(["explain", *SIZES[:6]]) == 2
-    said = capsys.readouterr().err
-    assert "--world: required" in said and "--machine" in said
+    message = capsys.readouterr().err
+    assert "--world: required" in message and "--machine" in message
 
 
-def test_one_function_says_how_a_machine_sees_so_many_ranks(
+def test_simulate_explain_and_plan_rescale_a_machine_alike(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--m", "512", "--n", "64", "--k", "64"]
@@ -386,10 +386,10 @@ def test_one_function_says_how_a_machine_sees_so_many_ranks(
 
     row, sized = simulated(8)["growing"], described(find("h200-4", None), 8)
     assert row["machine"] == "h200-4 (as 8 ranks)"
-    asked = Problem("all_gather_matmul", (64,) * 8, 64, 64, "bfloat16")
-    assert row["ms"] == predict(asked, NAMED["growing"], sized) * 1e3
+    sized_problem = Problem("all_gather_matmul", (64,) * 8, 64, 64, "bfloat16")
+    assert row["ms"] == predict(sized_problem, NAMED["growing"], sized) * 1e3
     assert simulated(1)["collective"]["ms"] == 0.0
-    # What explain calls unknown is not simulated.
+    # A machine that explain cannot use is not simulated.
     world = [*sizes, "--world", "8", "--machine", "cpu"]
     assert cli.run(["explain", *world]) == 0
     assert "cpu describes 4 ranks, not 8" in capsys.readouterr().out
@@ -400,7 +400,7 @@ def test_one_function_says_how_a_machine_sees_so_many_ranks(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_narrow_table_leaves_out_columns_and_no_names(
+def test_a_narrow_table_leaves_out_columns_but_no_names(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decision = ficco.explain(GATHER, m=8192, n=3584, k=4096, world=4, machine="h200-4")
@@ -415,18 +415,18 @@ def test_a_narrow_table_leaves_out_columns_and_no_names(
         entries = [line for line in legend.splitlines() if line[0] != " "]
         assert [re.split(r"  +", line)[0] for line in entries] == heads
         figures = [re.findall(r"\d(\.\d+)? ([um]s)", line) for line in lines if " us" in line]
-        assert {len(line) for line in figures} == {2}  # one unit, and as many decimals
+        assert {len(line) for line in figures} == {2}  # one unit and number of decimals per column
         for column in zip(*figures, strict=True):
             assert len({(len(decimals), unit) for decimals, unit in column}) == 1
         assert any(line.startswith(f"* {decision.schedule} ") for line in lines)
         names = [line[2:].split()[0] for line in lines[1 : 1 + len(decision.candidates)]]
-        assert names == [one.schedule for one in decision.candidates]
+        assert names == [candidate.schedule for candidate in decision.candidates]
         assert ("left out" in lines[-1]) == (width < 120)
 
 
-def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_that_exceeds_memory_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--m", "8388608", "--n", "8192", "--k", "32768", "--machine", "h200-4"]
-    # A, 128 GiB each; B, 0.5; the product 128; and three shards of others beside them.
+    # 128 GiB of A, 0.5 GiB of B, 128 GiB of the product, and three shards of peers.
     for command in (["explain", "--schedule", "growing"], ["plan", "growing", "--world", "4"]):
         assert cli.run([*command, *sizes]) == 0
         assert "would hold 640 GiB with operands and product, h200-4 has 140 GiB" in (
@@ -438,26 +438,26 @@ OFFERS = ("dma", "kernel")
 
 
 def by_kernel(machine: Machine, source: str = "measured") -> Machine:
-    """A machine whose kernels copy as its copy engines, and those at a quarter of that."""
+    """Return a machine whose kernels copy at the engines' rates, and its engines at a quarter."""
     slow = replace(machine.copies, curve=tuple((size, r / 4) for size, r in machine.copies.curve))
     known = replace(machine.copies, latency=1e-6, gap=1e-6, provenance=Provenance(source))
     return replace(machine, copies=slow, kernel_copies=known)
 
 
-def test_beside_products_the_model_leaves_copy_kernels_to_tuned_entries() -> None:
+def test_the_model_takes_no_copy_kernels_that_overlap_products() -> None:
     fast = by_kernel(MACHINE)
-    found = decide(PROBLEM, machine=fast, offers=OFFERS)
-    assert found.source == "model" and found.schedule.mover != "kernel"
-    beside = [one for one in candidates(PROBLEM, fast, OFFERS) if one.mover == "kernel"]
-    sooner = min(predict(PROBLEM, one, fast, "idle") for one in beside if not is_serial(one))
-    assert sooner < predict(PROBLEM, found.schedule, fast, "idle")
+    decision = decide(PROBLEM, machine=fast, offers=OFFERS)
+    assert decision.source == "model" and decision.schedule.mover != "kernel"
+    by_kernels = [s for s in candidates(PROBLEM, fast, OFFERS) if s.mover == "kernel"]
+    fastest = min(predict(PROBLEM, s, fast, "idle") for s in by_kernels if not is_serial(s))
+    assert fastest < predict(PROBLEM, decision.schedule, fast, "idle")
 
 
-def test_where_no_product_runs_beside_them_the_model_may_take_copy_kernels() -> None:
+def test_the_model_may_take_copy_kernels_that_overlap_no_product() -> None:
     small, fast = problem(512, 1024, 512), by_kernel(MACHINE)
-    found = decide(small, machine=fast)
-    assert (str(found.schedule), found.source) == ("serial:kernel", "model")
-    assert "serial:kernel" in [one.schedule for one in found.candidates]
+    decision = decide(small, machine=fast)
+    assert (str(decision.schedule), decision.source) == ("serial:kernel", "model")
+    assert "serial:kernel" in [candidate.schedule for candidate in decision.candidates]
     for machine, offers in (
         (fast, ("dma",)),  # no compiler
         (by_kernel(MACHINE, "assumed"), OFFERS),
@@ -466,38 +466,38 @@ def test_where_no_product_runs_beside_them_the_model_may_take_copy_kernels() -> 
     ):
         without = decide(small, machine=machine, offers=offers)
         assert without.source == "model" and without.schedule.mover != "kernel"
-        assert "serial:kernel" not in [one.schedule for one in without.candidates]
-    # What travels behind a product has no kernel to wait for, but for the one that sums for two.
+        assert "serial:kernel" not in [candidate.schedule for candidate in without.candidates]
+    # Copies after a product use no kernel, except for the kernel that sums for two ranks.
     for operator in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"):
         for world, name in ((2, "one-shot"), (4, "serial")):
-            asked = problem_of_sizes(operator, 512, 1024, 512, "bfloat16", world)
-            taken = decide(asked, machine=replace(fast, ranks=world)).schedule
-            assert str(taken) == name if asked.kind.sums else taken.mover != "kernel"
+            sized = problem_of_sizes(operator, 512, 1024, 512, "bfloat16", world)
+            taken = decide(sized, machine=replace(fast, ranks=world)).schedule
+            assert str(taken) == name if sized.kind.sums else taken.mover != "kernel"
 
 
 def tiles(machine: Machine, source: str = "measured") -> Machine:
-    """The machine with a product whose tiles wait, as fast as the library's."""
+    """Return the machine with a gated tiled product that is as fast as the library."""
     return replace(machine, tiled=replace(machine.gemm, provenance=Provenance(source)))
 
 
-def test_the_model_takes_tiles_that_wait_where_they_were_measured() -> None:
+def test_the_model_takes_gated_tiles_if_they_were_measured() -> None:
     known = find("h200-4", None)
     short = problem_of_sizes(GATHER, 8192, 3584, 4096, "bfloat16", 4)
     fast = tiles(known)
-    found = decide(short, machine=fast)
-    assert found.source == "model" and found.schedule.grouping == "tiled", found
-    assert "one product whose tiles wait" in found.reason and "of the library (" in found.reason
-    library = decide(short, machine=known)
-    assert f"({library.schedule})" in found.reason and "tiled" in ALL_OFFERS
-    for machine, asked, offers in (
+    decision, library = decide(short, machine=fast), decide(short, machine=known)
+    assert decision.source == "model" and decision.schedule.grouping == "tiled", decision
+    reason = decision.reason
+    assert "one product whose tiles wait" in reason and "of the library (" in reason
+    assert f"({library.schedule})" in reason and "tiled" in ALL_OFFERS
+    for machine, refused, offers in (
         (known, short, ALL_OFFERS),
         (tiles(known, "assumed"), short, ALL_OFFERS),
         (fast, short, OFFERS),
         (fast, replace(short, n=3580), ALL_OFFERS),
         (fast, replace(short, dtype="float32"), ALL_OFFERS),
     ):
-        other = decide(asked, machine=machine, offers=offers)
-        assert other.source == "model" and other.schedule.grouping != "tiled"
+        another = decide(refused, machine=machine, offers=offers)
+        assert another.source == "model" and another.schedule.grouping != "tiled"
     slow = replace(fast, tiled=replace(fast.tiled, efficiency=fast.tiled.efficiency * 0.7))
     assert decide(short, machine=slow).schedule == library.schedule
 
@@ -506,8 +506,8 @@ def test_the_model_takes_tiles_that_wait_where_they_were_measured() -> None:
 
 
 @on_ranks(2)
-def test_every_machine_decides_for_itself(at: Rank, tmp_path: Path) -> None:
-    """The second time nothing is decided: it is the same call."""
+def test_calls_with_different_machines_decide_separately(at: Rank, tmp_path: Path) -> None:
+    """A repeated call with the same machine is the same kind of call."""
     entry = replace(TUNED, rows=(8, 8), n=8, k=16, dtype="float32")
     machines = [
         replace(MACHINE, ranks=2, tuned=(replace(entry, idle=schedule),))
@@ -526,7 +526,7 @@ def test_every_machine_decides_for_itself(at: Rank, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_ranks_with_other_machine_files_find_out_before_they_enqueue(
+def test_ranks_with_different_machine_files_raise_before_they_enqueue(
     at: Rank, tmp_path: Path
 ) -> None:
     machine = replace(MACHINE, ranks=2)
@@ -534,27 +534,27 @@ def test_ranks_with_other_machine_files_find_out_before_they_enqueue(
     path = str(tmp_path / f"{at.rank}.yaml")
 
     def outcome(contents: tuple[str, str], schedule: str = "auto") -> Any:
-        """Of a call on a group of its own, with a file of such contents on each rank."""
+        """Call with a new group and a machine file whose contents differ by rank."""
         Path(path).write_text(contents[at.rank])
         with own_group(at) as group, ficco.options(machine=path, timeout_s=10.0):
             a, b = torch.full((8, 16), float(at.rank + 1)), torch.ones(16, 8)
             return caught(partial(ficco.all_gather_matmul, a, b, schedule=schedule, group=group))
 
-    one, two = dumps(machine), dumps(other)
+    text, other_text = dumps(machine), dumps(other)
     for schedule in ("auto", "growing"):
-        failure = outcome((one, two), schedule)
+        failure = outcome((text, other_text), schedule)
         assert isinstance(failure, Failure) and failure.type == "RankMismatch", failure
         values = failure.fields["values"]
         assert f"machine toy ({digest(machine):010x})" in values[0]
         assert f"machine toy ({digest(other):010x})" in values[1]
         assert "machine file" in failure.text
-    damaged = outcome((one, "name: ["))
+    damaged = outcome((text, "name: ["))
     assert damaged.type == ("RankMismatch", "ConfigError")[at.rank]
     assert "1.yaml" in damaged.text
-    assert outcome((one, one)).sum() == 8 * 8 * 16 * 3.0
+    assert outcome((text, text)).sum() == 8 * 8 * 16 * 3.0
 
 
-# Rows that are not equal: all ranks are simulated, so that few schedules are.
+# Unequal rows: all ranks are simulated, so only a few schedules are.
 
 UNEQUAL = Problem(
     "all_gather_matmul", (700, 900, 1100, 1300, 1000, 1000, 900, 1100), 1024, 2048, "bfloat16"
@@ -562,69 +562,69 @@ UNEQUAL = Problem(
 
 
 class _Spy:
-    """Predictions by a table, which notes what it is asked."""
+    """Predictions from a table; the spy records the predicted schedules."""
 
     def __init__(self, as_equal: dict[str, float], as_it_is: dict[str, float]) -> None:
         self.tables = {True: as_equal, False: as_it_is}
-        self.asked: dict[bool, set[str]] = {True: set(), False: set()}
+        self.predicted: dict[bool, set[str]] = {True: set(), False: set()}
 
-    def __call__(self, asked: Problem, schedule: Schedule, _: Machine, __: str) -> float:
-        self.asked[asked.equal].add(str(schedule))
-        return self.tables[asked.equal].get(str(schedule), 9.0)
+    def __call__(self, problem: Problem, schedule: Schedule, _: Machine, __: str) -> float:
+        self.predicted[problem.equal].add(str(schedule))
+        return self.tables[problem.equal].get(str(schedule), 9.0)
 
 
-def test_of_unequal_rows_few_schedules_are_predicted() -> None:
+def test_few_schedules_are_predicted_for_unequal_rows() -> None:
     ranked = ("growing", "shard-overlap", "shrinking", "growing:compute=2", "uniform-fused-2d")
     spy = _Spy(
         {name: 1.0 + i for i, name in enumerate(ranked)},
-        {"shrinking": 2.0, "hetero-fused-1d": 1.0},  # the latter is not among the best, if equal
+        {"shrinking": 2.0, "hetero-fused-1d": 1.0},  # the latter is not fast with equal rows
     )
-    found = decide(UNEQUAL, machine=MACHINE, predict=spy)
-    assert str(found.schedule) == "shrinking"
-    named = {str(one) for one in candidates(UNEQUAL, MACHINE)}
-    assert spy.asked[True] == named and set(ranked) < named
-    assert spy.asked[False] == {*ranked, *SERIALS}
-    # A cap on memory can still be kept to by any of them.
-    assert {str(one) for one in found.others} == named - {"serial:collective"}
-    assert found.others[0] == found.schedule
-    for serial in SERIALS:  # is never hidden
+    decision = decide(UNEQUAL, machine=MACHINE, predict=spy)
+    assert str(decision.schedule) == "shrinking"
+    named = {str(schedule) for schedule in candidates(UNEQUAL, MACHINE)}
+    assert spy.predicted[True] == named and set(ranked) < named
+    assert spy.predicted[False] == {*ranked, *SERIALS}
+    # Any of the schedules may still fit under a memory cap.
+    assert {str(schedule) for schedule in decision.others} == named - {"serial:collective"}
+    assert decision.others[0] == decision.schedule
+    for serial in SERIALS:  # serial is always predicted
         spy = _Spy({"growing": 1.0}, {"growing": 2.0, serial: 1.0})
         assert str(decide(UNEQUAL, machine=MACHINE, predict=spy).schedule) == serial
-    # Of another grouping the best is predicted, too.
-    more = ("", ":compute=2", ":tail=4", ":tail=4,compute=2", ":pieces=2,compute=2")
-    alike = [f"shard-overlap{knobs}" for knobs in more]
+    # The best schedule of another grouping is predicted, too.
+    knobs_of = ("", ":compute=2", ":tail=4", ":tail=4,compute=2", ":pieces=2,compute=2")
+    alike = [f"shard-overlap{knobs}" for knobs in knobs_of]
     as_equal = {name: 1.0 + i for i, name in enumerate((*alike, "growing"))}
     spy = _Spy(as_equal, {"growing": 1.0, "shard-overlap": 2.0})
     assert set(as_equal) <= named
     assert str(decide(UNEQUAL, machine=MACHINE, predict=spy).schedule) == "growing"
-    # Of two ranks fewer, of four all schedules as rows are.
-    asked = replace(UNEQUAL, rows=(4096, 4095))
+    # Two ranks: three schedules. Four ranks: all schedules with the actual rows.
+    fewer = replace(UNEQUAL, rows=(4096, 4095))
     spy = _Spy({}, {})
-    decide(asked, machine=MACHINE, predict=spy)
-    assert len(spy.asked[False] - set(SERIALS)) == 3
-    asked = replace(UNEQUAL, rows=UNEQUAL.rows[:4])
+    decide(fewer, machine=MACHINE, predict=spy)
+    assert len(spy.predicted[False] - set(SERIALS)) == 3
+    fewer = replace(UNEQUAL, rows=UNEQUAL.rows[:4])
     spy = _Spy({}, {})
-    decide(asked, machine=MACHINE, predict=spy)
-    assert spy.asked == {True: set(), False: {str(one) for one in candidates(asked, MACHINE)}}
+    decide(fewer, machine=MACHINE, predict=spy)
+    assert spy.predicted == {True: set(), False: {*map(str, candidates(fewer, MACHINE))}}
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_unequal_rows_become_as_many_equal_ones(operator: str) -> None:
     table = [[3, 0, 5], [1, 2, 9], [4, 4, 4]]
     if OPERATORS[operator].blocks:
-        asked = Problem.of_blocks(operator, table, 8, 16, "float16")
+        uneven = Problem.of_blocks(operator, table, 8, 16, "float16")
         even = Problem.of_blocks(operator, [[4] * 3] * 3, 8, 16, "float16")  # 32 rows in 9 blocks
     else:
-        asked = Problem(operator, (5, 0, 2), 8, 16, "float16", symmetric=True)
+        uneven = Problem(operator, (5, 0, 2), 8, 16, "float16", symmetric=True)
         even = Problem(operator, (3, 3, 3), 8, 16, "float16", symmetric=True)
-    assert asked.evened == even and even.evened is even
+    assert uneven.evened == even and even.evened is even
 
 
 @pytest.mark.parametrize(
     "machine, n, k, fewest",
     [("h200-2", 8192, 4096, 2048), ("h200-4", 4096, 2048, 8192), ("mi300x-8", 4096, 2048, 0)],
 )
-def test_vllm_keeps_batches_of_which_nothing_is_hidden(
+def test_vllm_keeps_batches_without_hidden_communication(
     monkeypatch: pytest.MonkeyPatch, machine: str, n: int, k: int, fewest: int
 ) -> None:
     monkeypatch.setenv("FICCO_MACHINE", machine)

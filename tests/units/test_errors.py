@@ -1,7 +1,7 @@
-"""Wrong arguments: what the error is, and that it says what is required, what came and what to do.
+"""Errors of invalid arguments: their types, and texts with the requirement, the value and a remedy.
 
-All ranks make the same mistake here, and the group must be as good as new after it.
-``test_faults.py`` has the cases where one rank is wrong and the others are not.
+All ranks make the same mistake, and the group must stay usable. ``test_faults.py`` has the
+mistakes of one rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ficco.errors import reason_of
 from ficco.options import Changes, Options, current, from_text, saves_gathered, to_text
 from ficco.runtime.board import LATE, TEXT_BYTES, published
 
-#: Rows of a shard, k and n of the calls here.
+#: Rows of a shard, k and n of the calls.
 ROWS, K, N = 4, 8, 6
 
 
@@ -75,16 +75,16 @@ def _rows(rows: Any) -> Callable[[], Any]:
     return _call(_a(), _b(), rows=rows)
 
 
-def _other(operator: str, k: int = K, **how: Any) -> Callable[[], Any]:
-    """A call of 7 rows of a."""
-    return partial(getattr(ficco, operator), _a(7, K), _b(k, N), **how)
+def _call_of(operator: str, k: int = K, **kwargs: Any) -> Callable[[], Any]:
+    """Return a call of an operator with 7 rows of a."""
+    return partial(getattr(ficco, operator), _a(7, K), _b(k, N), **kwargs)
 
 
 META, TABLE = "meta", [[3, 4], [3, 4]]
 SCATTER, TAKE, SEND = "matmul_reduce_scatter", "all_to_all_matmul", "matmul_all_to_all"
 TURNED, TAKE_TURNED = "all_gather_transposed_matmul", "all_to_all_transposed_matmul"
-#: Wrong calls, and what their errors say, with parts left out: a ``ValueError`` unless the text
-#: begins with another kind.
+#: Invalid calls and their errors, whose texts have gaps. The error is a ``ValueError`` unless the
+#: text begins with another type.
 MISTAKES: list[tuple[Callable[[], Any], str]] = [
     # Shapes.
     (_call(_a(K), _b()), "a_shard [..., m/W, k] ... [8] ... reshape"),
@@ -119,20 +119,20 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (_rows(torch.tensor(8)), "required 2 numbers ... got 8"),
     (_rows(torch.tensor([4.5, 3.5])), "rows: required 2 numbers ... got [4.5, 3.5]"),
     (_rows(torch.tensor([4, 4], device=META)), "numbers on the CPU ... on meta ... .tolist()"),
-    (_other(SCATTER), "share equally ... 7 ... rows="),
-    (_other(SCATTER, rows=[3, 3]), "add up ... 7 ... 6"),
-    (_other(TAKE), "equal blocks ... 7 ... rows="),
-    (_other(TAKE, rows=[3, 4]), "table of 2 x 2"),
-    (_other(SEND, rows=[[8, -1], [3, 4]]), "table ... negative"),
-    (_other(SEND, rows=[[3, 3], [3, 3]]), "6 rows ... got 7"),
-    (_other(SEND, rows=TABLE, schedule="ring"), "ring ... sum over ranks"),
-    (_other(TAKE, rows=TABLE, schedule="growing:beta"), "beta ... sum over ranks"),
-    (_other(TURNED, 9), "rows of b ... a_shard ... 9 ... 14 ... rows="),
-    (_other(TAKE_TURNED, 9, rows=TABLE), "rows of b ... receives ... got 9 and ... rows="),
-    (_other(TAKE_TURNED, 7, rows=TABLE), "rows of b ... receives ... got 7 and ... rows="),
-    (_other(TAKE_TURNED, 7), "equal blocks ... 7 ... rows="),
-    (_other(TAKE_TURNED, 6, rows=[[3, 3], [3, 3]]), "6 rows ... got 7"),
-    (_other("matmul_all_reduce", 9), "columns of a ... k=8 ... k=9"),
+    (_call_of(SCATTER), "share equally ... 7 ... rows="),
+    (_call_of(SCATTER, rows=[3, 3]), "add up ... 7 ... 6"),
+    (_call_of(TAKE), "equal blocks ... 7 ... rows="),
+    (_call_of(TAKE, rows=[3, 4]), "table of 2 x 2"),
+    (_call_of(SEND, rows=[[8, -1], [3, 4]]), "table ... negative"),
+    (_call_of(SEND, rows=[[3, 3], [3, 3]]), "6 rows ... got 7"),
+    (_call_of(SEND, rows=TABLE, schedule="ring"), "ring ... sum over ranks"),
+    (_call_of(TAKE, rows=TABLE, schedule="growing:beta"), "beta ... sum over ranks"),
+    (_call_of(TURNED, 9), "rows of b ... a_shard ... 9 ... 14 ... rows="),
+    (_call_of(TAKE_TURNED, 9, rows=TABLE), "rows of b ... receives ... got 9 and ... rows="),
+    (_call_of(TAKE_TURNED, 7, rows=TABLE), "rows of b ... receives ... got 7 and ... rows="),
+    (_call_of(TAKE_TURNED, 7), "equal blocks ... 7 ... rows="),
+    (_call_of(TAKE_TURNED, 6, rows=[[3, 3], [3, 3]]), "6 rows ... got 7"),
+    (_call_of("matmul_all_reduce", 9), "columns of a ... k=8 ... k=9"),
     # Groups.
     (_call(_a(), _b(), group=[0, 1]), "group: required ... ProcessGroup ... [0, 1]"),
     (partial(ficco.memory, "tp"), "group: required ... 'tp'"),
@@ -154,31 +154,31 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
 
 
 @on_ranks(2)
-def test_mistakes_are_told(at: Rank) -> None:
-    """Also in the first call of a group; afterwards nobody waits and nothing is broken."""
+def test_mistakes_raise_precise_errors(at: Rank) -> None:
+    """Errors are raised in the first call of a group, too. The group stays usable."""
     good = equal(at.world, ROWS, K, N, schedule="growing")
     for turn, (mistake, text) in enumerate(MISTAKES):
         failure = caught(mistake)
         assert isinstance(failure, Failure), text
-        told = text if re.match(r"\w+: \.\.\. ", text) else f"ValueError: ... {text}"
-        pattern = ".*".join(map(re.escape, told.split(" ... ")))
-        found = f"{failure.type}: {failure.text}"
-        assert re.match(pattern, found, re.DOTALL), f"required {told}, found {failure.traceback}"
+        expected = text if re.match(r"\w+: \.\.\. ", text) else f"ValueError: ... {text}"
+        pattern = ".*".join(map(re.escape, expected.split(" ... ")))
+        message = f"{failure.type}: {failure.text}"
+        assert re.match(pattern, message, re.DOTALL), f"{expected} not in {failure.traceback}"
         exact(at, good, turn)
 
 
 @on_ranks(2)
 def test_rows_that_are_no_whole_numbers_are_refused(at: Rank) -> None:
-    """Even if they are equal to those of an earlier call."""
+    """The refusal holds even if the rows equal those of an earlier call."""
     a, b = _a(1, K), _b()
-    for other in ([1.0, 1.0], [True, True], [1, 1.0]):
+    for rows in ([1.0, 1.0], [True, True], [1, 1.0]):
         assert ficco.all_gather_matmul(a, b, rows=[1, 1]).shape == (2, N)
-        with pytest.raises(ValueError, match=re.escape(f"got {other}")):
-            ficco.all_gather_matmul(a, b, rows=other)
+        with pytest.raises(ValueError, match=re.escape(f"got {rows}")):
+            ficco.all_gather_matmul(a, b, rows=rows)
 
 
 @on_ranks(2)
-def test_rows_of_any_type_are_served(at: Rank) -> None:
+def test_rows_of_any_integer_type_are_accepted(at: Rank) -> None:
     for rows in (
         (ROWS, ROWS + 1),
         torch.tensor([ROWS, ROWS + 1]),
@@ -188,22 +188,22 @@ def test_rows_of_any_type_are_served(at: Rank) -> None:
         array("q", [ROWS, ROWS + 1]),
         range(ROWS, ROWS + 2),
     ):
-        for needs in (False, True):
-            a = _a(ROWS + at.rank, K).requires_grad_(needs)
+        for needs_grad in (False, True):
+            a = _a(ROWS + at.rank, K).requires_grad_(needs_grad)
             assert (ficco.all_gather_matmul(a, _b(), rows=rows) == K).all()  # type: ignore[arg-type]
         with FlopCounterMode(display=False):
             assert (ficco.all_gather_matmul(_a(ROWS + at.rank, K), _b(), rows=rows) == K).all()  # type: ignore[arg-type]
     table = np.full((at.world, at.world), 3)
-    for some in (table, torch.from_numpy(table), list(table)):
-        found = ficco.all_to_all_matmul(_a(3 * at.world, K), _b(), rows=some)  # type: ignore[arg-type]
-        assert found.shape == (3 * at.world, N) and (found == K).all()
+    for rows_table in (table, torch.from_numpy(table), list(table)):
+        y = ficco.all_to_all_matmul(_a(3 * at.world, K), _b(), rows=rows_table)  # type: ignore[arg-type]
+        assert y.shape == (3 * at.world, N) and (y == K).all()
 
 
 @on_ranks(2)
-def test_group_that_this_rank_is_not_in_or_that_was_destroyed(at: Rank) -> None:
-    group, found = dist.new_group([0]), []
+def test_a_group_without_this_rank_and_a_destroyed_group_are_refused(at: Rank) -> None:
+    group, failures = dist.new_group([0]), []
     if at.rank == 1:
-        found.append((caught(_call(_a(), _b(), group=group)), ("this rank is in",)))
+        failures.append((caught(_call(_a(), _b(), group=group)), ("this rank is in",)))
     else:
         assert (ficco.all_gather_matmul(_a(), _b(), group=group) == K).all()
         leave(group)
@@ -214,10 +214,10 @@ def test_group_that_this_rank_is_not_in_or_that_was_destroyed(at: Rank) -> None:
                 ficco.all_gather_matmul(_a(), _b(), group=group)
             dist.destroy_process_group(group)
             failure = caught(_call(_a(), _b(), group=group))
-        found.append((failure, ("destroyed", "ficco.close")))
+        failures.append((failure, ("destroyed", "ficco.close")))
         ficco.close(group)
     exact(at, equal(at.world, ROWS, K, N), 0)
-    for failure, words in found:
+    for failure, words in failures:
         assert isinstance(failure, Failure) and failure.type == "ValueError", failure
         assert all(word in failure.text for word in ("group", "required", *words)), failure.text
 
@@ -226,8 +226,8 @@ def test_group_that_this_rank_is_not_in_or_that_was_destroyed(at: Rank) -> None:
 def test_a_mesh_is_a_group(at: Rank) -> None:
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     assert (ficco.all_gather_matmul(_a(), _b(), group=mesh) == K).all()
-    held = ficco.memory(mesh)
-    assert held == ficco.memory(mesh.get_group()) > 0
+    held_bytes = ficco.memory(mesh)
+    assert held_bytes == ficco.memory(mesh.get_group()) > 0
     assert ficco.empty((2, 2), group=mesh).shape == (2, 2)
     ficco.synchronize(mesh)
     ficco.close(mesh)
@@ -256,18 +256,18 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 
 
 def test_options() -> None:
-    both: tuple[Callable[..., Any], ...] = ficco.options, ficco.set_options
-    for fn, (changes, patterns) in product(both, OPTIONS):
+    functions: tuple[Callable[..., Any], ...] = ficco.options, ficco.set_options
+    for fn, (changes, patterns) in product(functions, OPTIONS):
         with pytest.raises(ValueError) as error, fn(**changes) or nullcontext():
             pass
         for pattern in patterns:
             assert re.search(pattern, str(error.value)), error.value
-    with ficco.options(machine=Path("a.yaml"), log_problems=Path("log")) as now:
-        assert (now.machine, now.log_problems) == ("a.yaml", "log")
-    assert current() == ficco.Options()  # a refused change leaves nothing behind
+    with ficco.options(machine=Path("a.yaml"), log_problems=Path("log")) as options:
+        assert (options.machine, options.log_problems) == ("a.yaml", "log")
+    assert current() == ficco.Options()  # a refused change has no effect
 
 
-def test_a_text_of_options_says_whether_the_gathered_is_saved() -> None:
+def test_a_text_of_options_shows_whether_the_gathered_a_is_saved() -> None:
     for saves, timeout_s in product((False, True), (5.0, Options.timeout_s)):
         text = to_text(Options(save_gathered=saves, timeout_s=timeout_s))
         assert saves_gathered(text) == from_text(text).save_gathered == saves
@@ -282,19 +282,19 @@ def test_options_nest_and_follow_the_context() -> None:
         with ficco.options(on_timeout="raise") as inner:
             assert (inner.timeout_s, inner.on_timeout) == (5, "raise")
         assert current() == outer
-        seen: list[float | None] = []
-        thread = threading.Thread(target=lambda: seen.append(current().timeout_s))
+        timeouts: list[float | None] = []
+        thread = threading.Thread(target=lambda: timeouts.append(current().timeout_s))
         thread.start()
         thread.join()
-        assert seen == [None]
+        assert timeouts == [None]
         with pytest.raises(RuntimeError, match="on purpose"):
             with ficco.options(timeout_s=1):
                 raise RuntimeError("on purpose")
         assert current() == outer
     try:
-        ficco.set_options(timeout_s=7)  # of the process
-        with ficco.options(on_timeout="raise") as now:
-            assert (now.timeout_s, now.on_timeout) == (7, "raise")
+        ficco.set_options(timeout_s=7)  # for the process
+        with ficco.options(on_timeout="raise") as options:
+            assert (options.timeout_s, options.on_timeout) == (7, "raise")
     finally:
         ficco.set_options(timeout_s=None)
 
@@ -312,26 +312,26 @@ TIMEOUT = {
 
 
 def facts_of(error: ficco.FiccoError) -> dict[str, Any]:
-    """The attributes of an error, with those of the timeouts that it holds."""
+    """Return the attributes of an error, and the facts of its timeouts."""
     timeouts = getattr(error, "timeouts", {})
-    return vars(error) | {"timeouts": {rank: one.facts for rank, one in timeouts.items()}}
+    return vars(error) | {"timeouts": {rank: timeout.facts for rank, timeout in timeouts.items()}}
 
 
 def test_either_error_of_a_survivor_has_all_facts_of_the_wait() -> None:
     timeout = ficco.SignalTimeout(**TIMEOUT, ended=True, host="h1")
     assert timeout.facts == {**TIMEOUT, "ended": True, "host": "h1"}
     assert timeout.timeouts == {1: timeout}
-    text, how = published(timeout)
-    assert how == LATE and ficco.SignalTimeout(**json.loads(text)).facts == timeout.facts
+    text, state = published(timeout)
+    assert state == LATE and ficco.SignalTimeout(**json.loads(text)).facts == timeout.facts
     failed = ficco.PeerFailed({1: reason_of(timeout)}, {1: timeout})
     for error in (timeout, failed):
-        (one,) = error.timeouts.values()
-        assert (one.rank, one.peer, one.step, one.schedule) == (1, 2, "2.0>1", "growing")
-        assert (one.seconds, one.ended) == (3.25, True)
+        (wait,) = error.timeouts.values()
+        assert (wait.rank, wait.peer, wait.step, wait.schedule) == (1, 2, "2.0>1", "growing")
+        assert (wait.seconds, wait.ended) == (3.25, True)
         words = "all_gather_matmul: rank 1 waited 3.2 s for rank 2 on host h1 at step '2.0>1' of"
         assert words in str(error) and "The process of rank 2 on host h1 has ended" in str(error)
         assert str(error).count("ficco.close(group)") == 1
-    # A step may quote a library: what is told of it leaves room for the rest.
+    # A step may quote a library: the text of the step leaves room for the other facts.
     long = ficco.SignalTimeout(**{**TIMEOUT, "step": "\N{SNOWMAN}\n" * 2000})
     text, _ = published(long)
     assert len(text.encode()) < TEXT_BYTES - 100
@@ -339,7 +339,7 @@ def test_either_error_of_a_survivor_has_all_facts_of_the_wait() -> None:
 
 
 def test_exceptions_survive_pickling() -> None:
-    """Launchers send exceptions from process to process."""
+    """Launchers send exceptions between processes."""
     for error in (
         ficco.RankMismatch({0: "this", 1: "that"}),
         ficco.PeerFailed({1: "MemoryError: none left"}),
@@ -349,10 +349,10 @@ def test_exceptions_survive_pickling() -> None:
         ficco.ConfigError("machine.yaml", "links", "required a list"),
     ):
         assert isinstance(error, ficco.FiccoError) and isinstance(error, RuntimeError)
-        again = pickle.loads(pickle.dumps(error))
-        assert type(again) is type(error)
-        assert str(again) == str(error)
-        assert facts_of(again) == facts_of(error)
+        unpickled = pickle.loads(pickle.dumps(error))
+        assert type(unpickled) is type(error)
+        assert str(unpickled) == str(error)
+        assert facts_of(unpickled) == facts_of(error)
 
 
 def test_exception_tree() -> None:
@@ -389,12 +389,12 @@ def test_an_integration_without_its_client_names_the_release(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = f"ficco.integrations.{package}"
-    monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setenv("FICCO_VLLM", "1")
     with pytest.raises(ImportError) as error:
         module = importlib.import_module(name)
-        module.register()  # vLLM's is imported by its plug-in, wherever that is installed
+        module.register()  # vLLM's plug-in imports the module even if vLLM is missing
     text, release = str(error.value), RELEASES[package]
     assert text.startswith(
         f"{package}: required release {release} or one that has the same modules"

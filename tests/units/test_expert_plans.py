@@ -1,4 +1,4 @@
-"""Plans of expert-parallel layers are proven, simulated and drawn; broken ones are found."""
+"""Plans of expert-parallel layers: the proof, which refuses broken plans, and the simulation."""
 
 from __future__ import annotations
 
@@ -37,80 +37,80 @@ MACHINE = find("h200-4", None)
 assert MACHINE and MACHINE.gemm
 
 
-def layer(operator: str = "experts", world: int = 4, experts: int = 2, **more: Any) -> ExpertLayer:
-    sizes = {"capacity": 5, "k": 16, "h": 12, "n": 8, "dtype": "bfloat16"} | more
+def layer(operator: str = "experts", world: int = 4, experts: int = 2, **rest: Any) -> ExpertLayer:
+    sizes = {"capacity": 5, "k": 16, "h": 12, "n": 8, "dtype": "bfloat16"} | rest
     function = {"function": "silu gated"} if operator == "experts" else {}
     return ExpertLayer(operator, world, experts, **(function | sizes))
 
 
-def planned(asked: ExpertLayer, name: str = "shard-overlap") -> list[Plan]:
-    return expert_plans(asked, Schedule.parse(name))
+def planned(problem: ExpertLayer, name: str = "shard-overlap") -> list[Plan]:
+    return expert_plans(problem, Schedule.parse(name))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_they_are_proven(world: int) -> None:
+def test_plans_are_proven(world: int) -> None:
     operators = EXPERT_OPERATORS if world < 8 else ("experts",)
     for (turn, name), operator in product(enumerate(SCHEDULES), operators):
         for keeps in {False, operator != "matmul_combine"}:
             for gathers in (False, True):
-                ways = {"keeps": keeps, "gathers": gathers, "indexed": operator == "experts"}
-                check(planned(layer(operator, world, 1 + (world + turn) % 3, **ways), name))
+                options = {"keeps": keeps, "gathers": gathers, "indexed": operator == "experts"}
+                check(planned(layer(operator, world, 1 + (world + turn) % 3, **options), name))
 
 
-def seconds_of(asked: ExpertLayer, mode: str = "", machine: Any = MACHINE) -> dict[str, float]:
-    """By schedule that is compared, how long the layer takes."""
-    plans = {name: planned(asked, name) for name in EXPERTS.compared}
-    return {name: simulate(some, machine, mode or "queued").stop_s for name, some in plans.items()}
+def seconds_of(problem: ExpertLayer, mode: str = "", machine: Any = MACHINE) -> dict[str, float]:
+    """Return the simulated seconds of the layer by compared schedule."""
+    plans = {name: planned(problem, name) for name in EXPERTS.compared}
+    return {name: simulate(each, machine, mode or "queued").stop_s for name, each in plans.items()}
 
 
 def test_empty_blocks_are_not_copied() -> None:
-    asked = replace(layer(world=2, exact=True), room=(6, 6))
-    at = Filled(block_starts(asked, np.array([[0, 2, 0, 1], [0, 0, 3, 0]])))
-    works = [(plan, step.work) for plan in planned(asked) for step in plan.steps]
-    rows = [moves(plan, work)(at).rows for plan, work in works if isinstance(work, Transfer)]
-    assert any(map(len, rows)) and all((some > 0).all() for some in rows)
+    problem = replace(layer(world=2, exact=True), room=(6, 6))
+    filled = Filled(block_starts(problem, np.array([[0, 2, 0, 1], [0, 0, 3, 0]])))
+    works = [(plan, step.work) for plan in planned(problem) for step in plan.steps]
+    rows = [moves(plan, work)(filled).rows for plan, work in works if isinstance(work, Transfer)]
+    assert any(map(len, rows)) and all((counts > 0).all() for counts in rows)
 
 
-def test_copies_read_what_the_library_returned_where_it_lies() -> None:
-    """Rows of a buffer that is made in parts, and of one that a call has."""
+def test_copies_read_the_results_of_the_library_in_place() -> None:
+    """Rows of a buffer in parts that the library returned, and rows of a buffer of the call."""
     (plan, *_) = planned(layer(exact=True), "serial")
-    places = Buffers(Program(plan, None, []))
-    address = places.row(Region("partial", 0, 0, 5, 0, 8))
+    buffers = Buffers(Program(plan, None, []))
+    address = buffers.row(Region("partial", 0, 0, 5, 0, 8))
     parts = [torch.zeros(rows, 8, dtype=torch.bfloat16) for rows in (3, 4)]
-    made = {"partial": [(0, 3, parts[0]), (3, 7, parts[1])]}
-    call = Call({}, filled=Filled({}, grouped=made))
+    returned = {"partial": [(0, 3, parts[0]), (3, 7, parts[1])]}
+    call = Call({}, filled=Filled({}, grouped=returned))
     for row in range(7):
         part, first = (parts[0], 0) if row < 3 else (parts[1], 3)
         assert address(call, row) == part[row - first :].data_ptr()
-    whole = torch.zeros(9, 8, dtype=torch.bfloat16)
-    assert address(Call({"partial": whole}), 5) == whole[5:].data_ptr()
+    own = torch.zeros(9, 8, dtype=torch.bfloat16)
+    assert address(Call({"partial": own}), 5) == own[5:].data_ptr()
 
 
 SIZES: dict[str, Any] = {"experts": 8, "k": 4096, "h": 14336, "n": 4096, "world": 4}
 
 
-def test_auto_takes_the_fastest_of_a_few() -> None:
-    """Narrow experts, whose tokens take as long to come as to be multiplied."""
+def test_auto_takes_the_fastest_of_the_compared_schedules() -> None:
+    """Narrow experts, whose tokens take as long to arrive as to be multiplied."""
     sizes = SIZES | {"h": 512, "machine": "h200-4"}
     decision = ficco.explain("experts", capacity=1024, **sizes)
     assert decision.source == "model" and "on h200-4" in decision.reason
-    asked = ExpertLayer("experts", 4, 2, 1024, 4096, 512, 4096, "bfloat16", "silu gated")
-    seconds = seconds_of(asked)
+    problem = ExpertLayer("experts", 4, 2, 1024, 4096, 512, 4096, "bfloat16", "silu gated")
+    seconds = seconds_of(problem)
     gain = seconds["serial"] / min(seconds.values())
     assert str(decision.schedule) == min(seconds, key=seconds.__getitem__) != "serial"
     assert gain > 1 + EXPERTS.margin
-    # One decision for capacities that differ little.
+    # Close capacities share a decision.
     alike = ficco.explain("experts", capacity=1000, **sizes)
-    assert alike.schedule == decision.schedule and f"(simulated as {asked})" in alike.reason
-    for one in (alike, decision):
-        assert f"{gain:.2f} times as fast as serial" in one.reason
-        assert not any(f"{name} " in one.reason for name in EXPERTS.compared if name != "serial")
+    assert alike.schedule == decision.schedule and f"(simulated as {problem})" in alike.reason
+    for reason in (alike.reason, decision.reason):
+        assert f"{gain:.2f} times as fast as serial" in reason
+        assert not any(f"{name} " in reason for name in EXPERTS.compared if name != "serial")
     columns = ficco.explain("experts", capacity=1000, split="columns", **sizes)
     assert columns.source == "model" and columns.reason != decision.reason
 
 
-#: Of 4096 columns and 14336 between the products, by experts and capacity, what was measured on an
-#: H100 to be faster than serial by more than others or nearly so (docs/results, 2026-11-26).
+#: Fastest or nearly fastest schedules on an H100, by experts and capacity, for 4096 columns and
+#: 14336 between the products (docs/results, 2026-11-26).
 MEASURED = {
     (8, 1280): ("growing", "shard-overlap"),
     (8, 5120): ("growing", "shard-overlap"),
@@ -119,30 +119,30 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("machine", ["h200-4", "h100-8"])
-def test_auto_takes_what_was_measured_to_be_fast(machine: str) -> None:
+def test_auto_takes_a_schedule_that_was_measured_to_be_fast(machine: str) -> None:
     for (experts, capacity), fast in MEASURED.items():
         sizes = SIZES | {"experts": experts, "capacity": capacity}
         decision = ficco.explain("experts", machine=machine, **sizes)
         assert str(decision.schedule) in fast, decision.reason
 
 
-def test_of_predictions_that_are_equal_the_first_is_taken(
+def test_auto_takes_the_first_of_equal_predictions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = find("h100-8", None)
-    asked = layer(capacity=5120, k=4096, h=14336, n=4096)
-    seconds = seconds_of(asked, machine=machine)
+    problem = layer(capacity=5120, k=4096, h=14336, n=4096)
+    seconds = seconds_of(problem, machine=machine)
     first, second = sorted(seconds, key=seconds.__getitem__)[:2]
-    apart = seconds[second] / seconds[first] - 1
-    assert EXPERTS.compared.index(second) < EXPERTS.compared.index(first) and 0 < apart < TIE
-    for tie, taken in ((0.99 * apart, first), (1.01 * apart, second)):
+    difference = seconds[second] / seconds[first] - 1
+    assert EXPERTS.compared.index(second) < EXPERTS.compared.index(first) and 0 < difference < TIE
+    for tie, expected in ((0.99 * difference, first), (1.01 * difference, second)):
         monkeypatch.setitem(FAMILIES, "experts", replace(EXPERTS, tie=tie))
-        decision = decide(asked, machine=machine)
-        assert str(decision.schedule) == taken
-        assert ("; the first of those within" in decision.reason) == (taken == second)
+        decision = decide(problem, machine=machine)
+        assert str(decision.schedule) == expected
+        assert ("; the first of those within" in decision.reason) == (expected == second)
 
 
-def test_auto_is_serial_where_little_is_predicted_to_be_gained(
+def test_auto_is_serial_if_the_predicted_gain_is_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decision = ficco.explain("experts", machine="h200-4", capacity=640, **(SIZES | {"h": 114688}))
@@ -154,24 +154,24 @@ def test_auto_is_serial_where_little_is_predicted_to_be_gained(
 
 
 @pytest.mark.parametrize("mode", ["queued", "idle"])
-def test_exact_rows_take_longer_where_a_product_is_made_for_each_expert(mode: str) -> None:
-    """Rows of all sources are groups that follow each other; those of some are not."""
+def test_exact_rows_take_longer_if_each_expert_needs_its_own_product(mode: str) -> None:
+    """Rows of all sources are contiguous groups; rows of a few sources are not."""
     sizes = {"experts": 16, "capacity": 160, "k": 4096, "h": 1408, "n": 4096}
     exact, blocks = (layer(exact=exact, **sizes) for exact in (True, False))
     of_blocks = seconds_of(blocks, mode)
     for name, seconds in seconds_of(exact, mode).items():
-        if name.startswith(("uniform", "serial")):  # the host looks rows up for each step
+        if name.startswith(("uniform", "serial")):  # the host looks up the rows of each step
             near = pytest.approx(of_blocks[name])
             assert seconds > of_blocks[name] if mode == "idle" else seconds == near
         else:
             assert seconds > 1.3 * of_blocks[name]
     plan = planned(exact)[0]
-    products = [one for step in plan.steps for one in step.products if plan.runs_one_by_one(one)]
-    assert sum(one.batch for one in products) == 2 * 4 * 16  # of four sources
+    products = [p for step in plan.steps for p in step.products if plan.runs_one_by_one(p)]
+    assert sum(product.batch for product in products) == 2 * 4 * 16  # of four sources
 
 
-def test_batches_take_what_the_machine_has_of_experts() -> None:
-    """And a product of one expert, or of a shared matrix, what it has of all others."""
+def test_batches_of_experts_take_the_expert_rates_of_the_machine() -> None:
+    """A product of one expert or of a shared matrix takes the other rates."""
     slow = replace(MACHINE, experts=replace(MACHINE.gemm, efficiency=0.1))
     for experts, slower in ((2, True), (1, False)):
         plans = planned(layer(experts=experts, capacity=1024, k=4096, h=2048, n=4096), "serial")
@@ -182,7 +182,7 @@ def test_batches_take_what_the_machine_has_of_experts() -> None:
     assert predict(problem, schedule, slow) == predict(problem, schedule, MACHINE)
 
 
-def test_what_cannot_be_simulated_is_told() -> None:
+def test_reasons_of_decisions_without_a_simulation_and_errors() -> None:
     sizes = SIZES | {"capacity": 8, "machine": "h200-4"}
     assert str(ficco.explain("experts", schedule="growing", **sizes)) == "growing (requested)"
     assert ficco.explain("experts", **(sizes | {"world": 1})).source == "rule"
@@ -196,7 +196,7 @@ def test_what_cannot_be_simulated_is_told() -> None:
             ficco.explain("experts", **(sizes | wrong))
 
 
-def test_what_is_not_served_is_refused() -> None:
+def test_unsupported_schedules_and_layers_are_refused() -> None:
     fits = r"schedule .* required one that pushes rows"
     for name in ("ring", "one-shot", "tiled", "hetero-fused-2d", "growing:pull"):
         with pytest.raises(ValueError, match=fits):
@@ -243,8 +243,8 @@ BROKEN: dict[str, tuple[Edit, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_broken_plans_are_found(what: str) -> None:
-    edit, why = BROKEN[what]
+@pytest.mark.parametrize("mutation", BROKEN)
+def test_broken_plans_are_refused(mutation: str) -> None:
+    edit, message = BROKEN[mutation]
     for gathers in (False, True):
-        refused(edited(planned(layer(keeps=True, gathers=gathers)), 1, edit), why)
+        refused(edited(planned(layer(keeps=True, gathers=gathers)), 1, edit), message)

@@ -1,4 +1,4 @@
-"""What is known of every operator without a call: its problems, its plans, what it receives."""
+"""Problems, plans, received bytes and bounds of every operator."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ SERIAL = Schedule.parse("serial")
 
 
 def problems() -> dict[str, AnyProblem]:
-    """One of every operator, those of backwards among them."""
-    found = {name: problem_of(name, WORLD, "bfloat16", sizes) for name, sizes in SIZES.items()}
-    gathered, heads = found["all_gather_attention"], found["ulysses_attention"]
-    layer = cast(ExpertLayer, found["experts"])
+    """Return a problem of every operator, including backwards."""
+    by_name = {name: problem_of(name, WORLD, "bfloat16", sizes) for name, sizes in SIZES.items()}
+    gathered, heads = by_name["all_gather_attention"], by_name["ulysses_attention"]
+    layer = cast(ExpertLayer, by_name["experts"])
     assert isinstance(gathered, AttentionProblem) and isinstance(heads, HeadsProblem)
-    found["keeps heads"] = replace(heads, saves="heads")
-    found["backward of heads"] = replace(heads, backward=True, saves="shards")
-    found["backward of kept heads"] = replace(heads, backward=True, saves="heads")
+    by_name["keeps heads"] = replace(heads, saves="heads")
+    by_name["backward of heads"] = replace(heads, backward=True, saves="shards")
+    by_name["backward of kept heads"] = replace(heads, backward=True, saves="heads")
     by_columns = SIZES["experts"] | {"split": "columns"}
-    found["columns of experts"] = problem_of("experts", WORLD, "bfloat16", by_columns)
-    found["keeps rows"] = replace(layer, keeps=True)
+    by_name["columns of experts"] = problem_of("experts", WORLD, "bfloat16", by_columns)
+    by_name["keeps rows"] = replace(layer, keeps=True)
     for half in ("dispatch_matmul", "matmul_combine"):
-        found[half] = replace(layer, operator=half, function="")
-    return found
+        by_name[half] = replace(layer, operator=half, function="")
+    return by_name
 
 
 PROBLEMS = problems()
@@ -53,31 +53,31 @@ PROBLEMS = problems()
 def test_every_operator_has_a_family() -> None:
     gradient = cast(AttentionProblem, PROBLEMS["all_gather_attention"]).gradient()
     assert ASKABLE.keys() == SIZES.keys() < FAMILIES.keys()
-    covered = {one.operator for one in (*PROBLEMS.values(), gradient)}
+    covered = {problem.operator for problem in (*PROBLEMS.values(), gradient)}
     assert covered == FAMILIES.keys()
     with pytest.raises(NotImplementedError, match=r"required one of .*experts.*, got sums"):
         family_of(cast(Any, SimpleNamespace(operator="sums")))
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_rank_receives_what_copies_bring(name: str) -> None:
+def test_received_bytes_are_those_of_the_copies(name: str) -> None:
     problem, machine = PROBLEMS[name], link()
     family = family_of(problem)
     plans = family.plans(problem, SERIAL)
     for rank in range(WORLD):
-        brought = {peer: 0 for peer in range(WORLD) if peer != rank}
+        copied = {peer: 0 for peer in range(WORLD) if peer != rank}
         for plan in plans:
             for move in (step.copy for step in plan.steps):
                 if move is not None and move.dst.rank == rank:
-                    brought[move.src.rank] += plan.moved_bytes(move)
+                    copied[move.src.rank] += plan.moved_bytes(move)
         stages = family.received(problem, rank)
-        assert [sum(sizes) for sizes in zip(*stages, strict=True)] == list(brought.values())
-        assert all(brought.values()) and len(stages) in (1, 2)
-        # 2 s before the first byte of a stage, 1000 bytes a second.
-        seconds = 2.0 * len(stages) + sum(brought.values()) / 1e3
+        assert [sum(sizes) for sizes in zip(*stages, strict=True)] == list(copied.values())
+        assert all(copied.values()) and len(stages) in (1, 2)
+        # A stage starts after 2 s and runs at 1000 bytes per second.
+        seconds = 2.0 * len(stages) + sum(copied.values()) / 1e3
         assert last_arrival(stages, machine) == pytest.approx(seconds)
-        apart = sum(2.0 + max(sizes) / 1e3 for sizes in stages)
-        assert last_arrival(stages, link("mesh")) == pytest.approx(apart)
+        separate = sum(2.0 + max(sizes) / 1e3 for sizes in stages)
+        assert last_arrival(stages, link("mesh")) == pytest.approx(separate)
 
 
 def link(kind: str = "switch") -> Machine:
@@ -100,5 +100,5 @@ def test_serial_takes_as_long_as_its_parts(name: str) -> None:
     assert SERIAL in (schedules := family.schedules(problem, machine)) and len(schedules) > 5
     decision = decide(problem, machine=machine, mode="queued")
     assert decision.source == "model" and decision.problem == problem
-    shares = {one.schedule: one.share for one in decision.candidates}
+    shares = {candidate.schedule: candidate.share for candidate in decision.candidates}
     assert shares["serial"] == pytest.approx(family.ideal(problem, machine) / seconds, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Plans of all builders are those of the record, ``tests/golden/plans.json``."""
+"""Plans of all builders equal the record, ``tests/golden/plans.json``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_a_change_of_a_plan_changes_its_hash_and_is_shown() -> None:
     steps = (*plan.steps[:-1], step._replace(posts=step.posts[1:]))
     content, changed = canonical.text([plan]), canonical.text([replace(plan, steps=steps)])
     assert canonical.digest(content) != canonical.digest(changed)
-    was, now = records.first_difference({"text": content}, {"text": changed})
-    assert was != now and "retire" in was and "retire" in now
+    before, now = records.first_difference({"text": content}, {"text": changed})
+    assert before != now and "retire" in before and "retire" in now
 
 
 def test_names_of_fields_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Simulated times are those of the record, ``tests/golden/simulated.json``."""
+"""Simulated times equal the record, ``tests/golden/simulated.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which waits and writes a launch sees to in place of its stream."""
+"""Waits and writes that are folded from a stream into a launch: ficco.dma.driver."""
 
 from __future__ import annotations
 
@@ -31,109 +31,109 @@ def writes(*addresses: int) -> tuple[MemOp, ...]:
     return tuple(MemOp(WRITE_32, address, 2) for address in addresses)
 
 
-def test_what_is_in_front_of_a_launch() -> None:
-    """What is written there comes behind the copies; what is waited for does not: who may not write
-    yet, may not copy either."""
-    stays, found = in_front([*waits(4, 8), *writes(12, 16)], Fused(), OWN, True)
-    assert stays == () and found == Fused((), waits(4, 8), writes(12, 16))
-    # What comes in front of what it waits for already stays in front of that.
-    stays, found = in_front([*writes(20), *waits(24)], found, OWN, True)
+def test_operations_before_a_launch() -> None:
+    """Writes move after the copies. Waits stay before the copies, since a rank that may not write
+    yet may not copy either."""
+    stays, fused = in_front([*waits(4, 8), *writes(12, 16)], Fused(), OWN, True)
+    assert stays == () and fused == Fused((), waits(4, 8), writes(12, 16))
+    # Operations before the waits of the launch stay before these waits.
+    stays, fused = in_front([*writes(20), *waits(24)], fused, OWN, True)
     assert stays == writes(20)
-    assert found == Fused((), waits(24, 4, 8), writes(12, 16))
-    assert in_front(writes(20), found, OWN, True) == (writes(20), found)
-    # A peer that gets nothing is told in front of the copies, but may answer in a word that is
-    # cleared here: it is told behind that.
-    stays, found = in_front([*waits(4), *writes(4, 2000, 8)], Fused(), OWN, True)
-    assert stays == () and found.rear == writes(4, 8, 2000)
+    assert fused == Fused((), waits(24, 4, 8), writes(12, 16))
+    assert in_front(writes(20), fused, OWN, True) == (writes(20), fused)
+    # The post to a peer that receives no copy may move, but the peer may answer in a word that the
+    # launch clears: the post comes after the clear.
+    stays, fused = in_front([*waits(4), *writes(4, 2000, 8)], Fused(), OWN, True)
+    assert stays == () and fused.rear == writes(4, 8, 2000)
     bare = Fused(rear=writes(4, 8, 2000, 3000))
     assert in_front(writes(2004, 12), bare, OWN, True)[1].rear == writes(
         *(12, 4, 8, 2004, 2000, 3000)
     )
 
 
-def test_what_is_behind_a_launch() -> None:
-    found, stays = behind([*writes(4, 8), *waits(12)], Fused(), True)
-    assert (found.rear, stays) == ((*writes(4, 8), *waits(12)), ())
-    again, stays = behind([*waits(16), *writes(20)], found, True)
-    assert again.rear == (*found.rear, *waits(16), *writes(20)) and stays == ()
-    # Beside products nothing spins.
-    found, stays = behind([*writes(4), *waits(8), *writes(12)], Fused(), False)
-    assert (found.rear, stays) == (writes(4), (*waits(8), *writes(12)))
-    ahead = in_front([*waits(4), *writes(8)], Fused(), OWN, False)
-    assert ahead == (waits(4), Fused(rear=writes(8)))
+def test_operations_after_a_launch() -> None:
+    fused, stays = behind([*writes(4, 8), *waits(12)], Fused(), True)
+    assert (fused.rear, stays) == ((*writes(4, 8), *waits(12)), ())
+    extended, stays = behind([*waits(16), *writes(20)], fused, True)
+    assert extended.rear == (*fused.rear, *waits(16), *writes(20)) and stays == ()
+    # A launch that runs with products does not spin.
+    fused, stays = behind([*writes(4), *waits(8), *writes(12)], Fused(), False)
+    assert (fused.rear, stays) == (writes(4), (*waits(8), *writes(12)))
+    before = in_front([*waits(4), *writes(8)], Fused(), OWN, False)
+    assert before == (waits(4), Fused(rear=writes(8)))
 
 
-def test_a_launch_sees_to_so_many() -> None:
-    full, many = (kind(*range(0, 4 * MAX_SIGNALS, 4)) for kind in (writes, waits))
-    assert in_front(full, Fused(), OWN, True)[1].rear == full
-    one = in_front([*waits(0), *writes(0)], Fused(), OWN, True)[1]
-    assert in_front(full, one, OWN, True) == (full, one)
-    assert behind(full, one, True) == (one, full)
-    assert in_front(many, one, OWN, True) == (many, one)
-    assert not Fused(writes(0), many).fits
+def test_a_launch_carries_out_a_limited_number_of_operations() -> None:
+    most_writes, most_waits = (kind(*range(0, 4 * MAX_SIGNALS, 4)) for kind in (writes, waits))
+    assert in_front(most_writes, Fused(), OWN, True)[1].rear == most_writes
+    small = in_front([*waits(0), *writes(0)], Fused(), OWN, True)[1]
+    assert in_front(most_writes, small, OWN, True) == (most_writes, small)
+    assert behind(most_writes, small, True) == (small, most_writes)
+    assert in_front(most_waits, small, OWN, True) == (most_waits, small)
+    assert not Fused(writes(0), most_waits).fits
 
 
 @given(OPS, OPS, st.booleans())
-def test_nothing_is_lost_or_comes_too_early(
+def test_no_operation_is_lost_or_comes_too_early(
     front: list[MemOp], rear: list[MemOp], spins: bool
 ) -> None:
-    mine = range(20)
-    stays, found = in_front(front, Fused(), mine, spins)
-    moved = found.rear
-    found, later = behind(rear, found, spins)
-    assert stays == tuple(front[: len(stays)]) and found.fits and not found.begin
-    awaited = [op for op in found.front if op.kind == WAIT_32]
-    assert awaited == list(found.front) == front[len(stays) : len(stays) + len(awaited)]
+    own = range(20)
+    stays, fused = in_front(front, Fused(), own, spins)
+    moved = fused.rear
+    fused, later = behind(rear, fused, spins)
+    assert stays == tuple(front[: len(stays)]) and fused.fits and not fused.begin
+    awaited = [op for op in fused.front if op.kind == WAIT_32]
+    assert awaited == list(fused.front) == front[len(stays) : len(stays) + len(awaited)]
     assert sorted(moved) == sorted(front[len(stays) + len(awaited) :])
-    told = [op.address not in mine for op in moved]
-    assert told == sorted(told) and all(op.kind != WAIT_32 for op in moved)
-    assert [*found.rear[len(moved) :], *later] == rear
+    to_peers = [op.address not in own for op in moved]
+    assert to_peers == sorted(to_peers) and all(op.kind != WAIT_32 for op in moved)
+    assert [*fused.rear[len(moved) :], *later] == rear
     if not spins:
-        assert not awaited and all(op.kind != WAIT_32 for op in found.rear)
+        assert not awaited and all(op.kind != WAIT_32 for op in fused.rear)
 
 
-def test_a_script_is_what_the_stream_would_do() -> None:
+def test_a_script_has_the_operations_of_the_stream() -> None:
     end = MemOp(WRITE_64, 3000, 1 << 32)
     ops = [*waits(4), *writes(4, 2000, 2004, 8, 2008), *waits(12), *writes(12), end]
-    found = script(ops, OWN)
-    assert [(step.address, step.value) for step in found.steps] == [op[1:] for op in ops]
-    assert [step.waits for step in found.steps] == [op.kind == WAIT_32 for op in ops]
-    assert [step.wide for step in found.steps] == [op is end for op in ops]
-    # What is written elsewhere is seen behind all before it, be that waited for or written here.
-    told = [step.address for step in found.steps if step.behind]
-    assert told == [2000, 2008, 3000] and found.alone == len(ops)
+    result = script(ops, OWN)
+    assert [(step.address, step.value) for step in result.steps] == [op[1:] for op in ops]
+    assert [step.waits for step in result.steps] == [op.kind == WAIT_32 for op in ops]
+    assert [step.wide for step in result.steps] == [op is end for op in ops]
+    # A write to a peer is ordered after all earlier waits and local writes.
+    ordered = [step.address for step in result.steps if step.behind]
+    assert ordered == [2000, 2008, 3000] and result.alone == len(ops)
 
 
 @given(OPS)
-def test_what_a_script_tells_others_is_behind_everything(ops: list[MemOp]) -> None:
-    mine = range(0, 40, 8)
-    steps = script(ops, mine).steps
-    tells = [op.kind != WAIT_32 and op.address not in mine for op in ops]
-    pairs = zip(tells, [False, *tells], strict=False)
+def test_writes_of_a_script_to_peers_come_after_all_earlier_operations(ops: list[MemOp]) -> None:
+    own = range(0, 40, 8)
+    steps = script(ops, own).steps
+    to_peers = [op.kind != WAIT_32 and op.address not in own for op in ops]
+    pairs = zip(to_peers, [False, *to_peers], strict=False)
     assert [step.behind for step in steps] == [now and not before for now, before in pairs]
 
 
-def test_who_carries_out_a_script() -> None:
-    """Every block the waits at the end; the first all else. What is aside comes first and has
-    nothing behind it, for it is seen over PCIe, which takes longer than all of a call's words."""
-    begin, ops = writes(3000), [*waits(4), *writes(2000), *waits(8, 12)]
-    for some, aside, alone in (
-        (ops, (), 2),
+def test_blocks_that_carry_out_a_script() -> None:
+    """Every block carries out the waits at the end, and the first block all other steps. Steps
+    aside come first, and no step is ordered after them, as a write over PCIe outlasts a call."""
+    begin, mixed = writes(3000), [*waits(4), *writes(2000), *waits(8, 12)]
+    for ops, aside, alone in (
+        (mixed, (), 2),
         ([*waits(4), *writes(8)], (), 2),
         ([], (), 0),
-        (ops, begin, 3),
+        (mixed, begin, 3),
         ([], begin, 1),
     ):
-        found = script(some, OWN, everyone=True, aside=aside)
-        assert [step.address for step in found.steps] == [op.address for op in (*aside, *some)]
-        assert (found.aside, found.alone) == (len(aside), alone)
-        assert [step.address for step in found.steps if step.behind] == [2000] * (some is ops)
-    around = Fused(begin, waits(4, 8), (*writes(4, 2000), *waits(12)))
-    found = around.signals(5000, OWN)
-    assert found.arrived == 5000
-    assert found.front.steps == script(waits(4, 8), OWN, aside=begin).steps
-    assert (found.front.aside, found.front.alone) == (1, 1)
-    assert found.rear.steps == script(around.rear, OWN).steps
+        result = script(ops, OWN, everyone=True, aside=aside)
+        assert [step.address for step in result.steps] == [op.address for op in (*aside, *ops)]
+        assert (result.aside, result.alone) == (len(aside), alone)
+        assert [step.address for step in result.steps if step.behind] == [2000] * (ops is mixed)
+    fused = Fused(begin, waits(4, 8), (*writes(4, 2000), *waits(12)))
+    signals = fused.signals(5000, OWN)
+    assert signals.arrived == 5000
+    assert signals.front.steps == script(waits(4, 8), OWN, aside=begin).steps
+    assert (signals.front.aside, signals.front.alone) == (1, 1)
+    assert signals.rear.steps == script(fused.rear, OWN).steps
 
 
 def test_a_script_is_packed_as_the_kernel_reads_it() -> None:

@@ -1,4 +1,4 @@
-"""Public names and their parameters are those of the record, ``tests/golden/public.txt``."""
+"""Public names and parameters equal the record, ``tests/golden/public.txt``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Example(ValueError):
     """A public class."""
 
     def __init__(self, size: int, *, name: str = "x", _cache: object = None) -> None:
-        """Nothing is kept."""
+        """Store no attribute."""
 
     def area(self, unit: float = 1.0) -> float:
         """A method."""

@@ -1,4 +1,4 @@
-"""When calls on a GPU are recorded. The recordings themselves need a GPU: tests/gpu."""
+"""Conditions under which calls on a GPU are recorded. Tests of recordings themselves: tests/gpu."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ficco.dma.lane_ops import PAYING_REPLAYS, Replays, Run
 
 
 class Recorded(Replays):
-    """Recordings are the names of their runs; ``fails``: no call can be recorded."""
+    """Replays whose recordings are the names of runs; ``fails``: no call can be recorded."""
 
     def __init__(self, fails: bool = False) -> None:
         super().__init__(SimpleNamespace(records=True))  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ class Recorded(Replays):
 
 
 def kind(*lanes: str) -> list[Program]:
-    """The programs of a kind of call on slots; a run's name is its lane."""
+    """Return the programs of a kind of call, one per slot; the name of a run is its lane."""
     slots = {}
     for number, lane in enumerate(lanes):
         slot = SimpleNamespace(captured=lane == "captured")
@@ -42,17 +42,17 @@ def test_the_second_use_of_operands_records_the_calls_of_all_slots() -> None:
     call, other = Call({"a": torch.ones(2, 3)}), Call({"a": torch.ones(2, 3)})
     assert replays.find(first, call, 1) is None and replays.attempts == 0
     assert replays.find(second, call, 1) == "second" and replays.attempts == 2
-    for _ in range(2):  # nothing is left to record
+    for _ in range(2):  # all slots are recorded
         assert replays.find(first, call, 1) == "first"
         assert replays.find(second, call, 1) == "second"
     assert replays.attempts == len(replays) == 2
-    assert replays.parts == [[], []] and not call.parts  # a recording merges none of another slot
+    assert replays.parts == [[], []] and not call.parts  # a recording merges only its own parts
     assert replays.find(first, other, 1) is None  # other addresses
     assert replays.find(first, call, 2) is None  # another stream
 
 
 def test_a_recording_serves_calls_under_its_settings() -> None:
-    """Such as whether cuDNN may serve attention."""
+    """One setting is whether cuDNN may serve attention."""
     replays, (program,) = Recorded(), kind("first")
     call = Call({"q": torch.ones(2, 3)})
     for enabled in (True, False):
@@ -64,12 +64,12 @@ def test_a_recording_serves_calls_under_its_settings() -> None:
 def test_a_call_that_cannot_be_recorded_is_tried_once() -> None:
     replays, (first, second) = Recorded(fails=True), kind("first", "second")
     call = Call({"a": torch.ones(2, 3)})
-    assert [replays.find(one, call, 1) for one in (first, second)] == [None, None]
+    assert [replays.find(program, call, 1) for program in (first, second)] == [None, None]
     assert replays.attempts == 1 and not replays.possible and len(replays) == 0
 
 
 @pytest.mark.parametrize("limit", [2, 5])
-def test_the_oldest_recordings_go(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_recordings_are_dropped(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ficco.dma.lane_ops.MAX_RECORDED", limit)
     replays, (program,) = Recorded(), kind("first")
     calls = [Call({"a": torch.ones(2, 3)}) for _ in range(6)]
@@ -78,10 +78,10 @@ def test_the_oldest_recordings_go(limit: int, monkeypatch: pytest.MonkeyPatch) -
         assert replays.find(program, call, 1) == "first"
     assert len(replays) == limit
     assert replays.find(program, calls[-1], 1) == "first" and replays.attempts == 6
-    assert replays.find(program, calls[0], 1) is None  # used anew
+    assert replays.find(program, calls[0], 1) is None  # dropped
 
 
-def test_recordings_that_are_not_replayed_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_recorded_only_if_recordings_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ficco.dma.lane_ops.FREE_RECORDINGS", 2)
     replays, (program,) = Recorded(), kind("first")
     calls = [Call({"a": torch.ones(2, 3)}) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""The names of schedules, how shards are cut and ordered, and the page that draws them."""
+"""Names of schedules, pieces and orders of shards, and the page that draws the schedules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @given(schedules())
-def test_what_was_printed_parses_to_the_same_schedule(schedule: Schedule) -> None:
+def test_a_printed_schedule_parses_to_the_same_schedule(schedule: Schedule) -> None:
     assert Schedule.parse(str(schedule)) == schedule
 
 
@@ -94,7 +94,7 @@ NO_SCHEDULES: list[tuple[str | dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "words"), NO_SCHEDULES)
-def test_names_and_points_of_no_schedule_say_what_is_wrong(wrong: Any, words: str) -> None:
+def test_invalid_names_and_points_raise_a_precise_error(wrong: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         if isinstance(wrong, str):
             Schedule.parse(wrong)
@@ -102,17 +102,17 @@ def test_names_and_points_of_no_schedule_say_what_is_wrong(wrong: Any, words: st
             Schedule(**({"uniform": False, "grouping": "fused", "dims": 1} | wrong))
 
 
-def test_knobs_are_clamped_to_what_there_is() -> None:
+def test_knobs_are_clamped_to_the_problem() -> None:
     problem = Problem("all_gather_matmul", (7,) * 4, 32, 64, "bfloat16")
     for name in ("hetero-fused-1d", "uniform-fused-2d", "shard-overlap"):
         knobs = ",".join(f"{knob}={10**9}" for knob in ("pieces", "tail", "copy", "compute"))
-        found = plans(problem, Schedule.parse(f"{name}:{knobs}"))
-        check(found)
-        assert found[0].words < 1000 and len(found[0].steps) < 1000
+        clamped = plans(problem, Schedule.parse(f"{name}:{knobs}"))
+        check(clamped)
+        assert clamped[0].words < 1000 and len(clamped[0].steps) < 1000
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_what_adds_to_sums_is_refused_where_there_are_none(operator: str) -> None:
+def test_schedules_that_accumulate_are_refused_without_sums(operator: str) -> None:
     problem, kind = product(operator, (8, 8)), OPERATORS[operator]
     assert ("tiled is for" in refusal(problem, Schedule.parse("tiled"))) == kind.inner
     assert not refusal(problem, Schedule.parse("growing"))
@@ -137,43 +137,43 @@ def test_cuts_cover_a_length_once(length: int, pieces: int | tuple[int, ...]) ->
 
 @given(st.integers(1, 33))
 def test_orders_of_peers(world: int) -> None:
-    """Siblings tile the world. No two ranks receive from one peer at a time, and ranks send in the
-    order in which they receive."""
+    """Siblings tile the world. No two ranks receive from the same peer at a time. The order of
+    sends is the order of receives."""
     orders = [peers_in_order(rank, world) for rank in range(world)]
     for rank in range(world):
-        found = [peer for group in siblings(rank, world) for peer in group]
-        assert sorted([rank, *found]) == list(range(world))
+        peers = [peer for group in siblings(rank, world) for peer in group]
+        assert sorted([rank, *peers]) == list(range(world))
         for turn, target in enumerate(targets_in_order(rank, world)):
             assert orders[target][turn] == rank
     for turn in zip(*orders, strict=True):
         assert len(set(turn)) == world
 
 
-def test_with_one_peer_many_names_are_one_plan() -> None:
+def test_with_one_peer_many_schedules_have_the_same_plan() -> None:
     names = ("growing", "shrinking:tail=2", "shard-overlap", "serial", "growing:compute=2")
     schedules = [Schedule.parse(name) for name in names]
     pair, three = (product("all_gather_matmul", rows) for rows in ((256, 128), (256, 128, 64)))
-    first = {str(one): str(other) for one, other in same_plans(pair, schedules).items()}
+    first = {str(name): str(same) for name, same in same_plans(pair, schedules).items()}
     alike = {"shard-overlap": "growing", "growing:compute=2": "growing"}
     assert first == {name: alike.get(name, name) for name in names}
-    assert all(one == other for one, other in same_plans(three, schedules).items())
-    # Rank 0 has no rows of its own to multiply before its peer's arrive; rank 1 has.
-    problem, one, other = product("all_gather_matmul", (0, 64)), schedules[0], schedules[3]
-    assert plan(problem, one, 0).steps == plan(problem, other, 0).steps
-    assert plan(problem, one, 1).steps != plan(problem, other, 1).steps
-    assert same_plans(problem, [one, other]) == {one: one, other: other}
+    assert all(name == same for name, same in same_plans(three, schedules).items())
+    # Rank 0 has no own rows to multiply before the peer's rows arrive; rank 1 has own rows.
+    problem, growing, serial = product("all_gather_matmul", (0, 64)), schedules[0], schedules[3]
+    assert plan(problem, growing, 0).steps == plan(problem, serial, 0).steps
+    assert plan(problem, growing, 1).steps != plan(problem, serial, 1).steps
+    assert same_plans(problem, [growing, serial]) == {growing: growing, serial: serial}
 
 
 @pytest.mark.parametrize("name", ["ficco.plan.render", "ficco.schedules.groups"])
-def test_docstrings_show_what_is_so(name: str) -> None:
-    found = doctest.testmod(importlib.import_module(name))
-    assert found.attempted and not found.failed
+def test_examples_in_docstrings_are_right(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.attempted and not results.failed
 
 
 def test_every_name_is_drawn() -> None:
     page = Path(__file__).parents[2] / "docs" / "schedules.md"
-    found = doctest.testfile(str(page), module_relative=False)
-    assert found.attempted and not found.failed
+    results = doctest.testfile(str(page), module_relative=False)
+    assert results.attempted and not results.failed
     assert set(re.findall(r'show\("([^":]+)', page.read_text())) == set(NAMED)
 
 
@@ -183,11 +183,11 @@ def test_only_the_exchange_copies_between_ranks(
 ) -> None:
     exchanged, copies = set[tuple[Region, Region]](), Traffic._copies
 
-    def noted(self: Traffic, peer: int, piece: Parcel, *rest: Any) -> Step:
+    def recording(self: Traffic, peer: int, piece: Parcel, *args: Any) -> Step:
         exchanged.update((move.src, move.dst) for move in piece.moves)
-        return copies(self, peer, piece, *rest)
+        return copies(self, peer, piece, *args)
 
-    monkeypatch.setattr(Traffic, "_copies", noted)
+    monkeypatch.setattr(Traffic, "_copies", recording)
     for name in NAMED:
         for hosts in (1, 2):
             problem = product(operator, (64,) * 4, n=72, hosts=hosts)
@@ -204,7 +204,7 @@ def test_timelines_keep_to_their_width(name: str, operator: str) -> None:
     if refusal(problem, NAMED[name]):
         return
     lanes = ["compute0", "copy0", *["reduce0"] * problem.kind.scatters, "sync"]
-    if NAMED[name].sums_in_place:  # nothing is beside anything
+    if NAMED[name].sums_in_place:  # no lanes run concurrently
         lanes = ["compute0", "sync"]
     for width in (20, 30, 40, 60, 100):
         lines = render(plan(problem, NAMED[name], 3), width).splitlines()[2:]

@@ -1,4 +1,4 @@
-"""Work lists of the tiled product: complete, free of deadlocks, exact; and mutants that are not."""
+"""Work lists of the tiled product: complete, free of deadlocks and exact."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from ficco.compute.tiled.worklist import (
 )
 
 TILINGS = (Tiling(128, 256, 4), Tiling(128, 256, 4, cm=2), Tiling(128, 128, 6, cn=2))
-#: Of each tiling; made up.
+#: Arbitrary costs, used for every tiling.
 COSTS = TileCosts(4e-6, 0.5e-6, 0.4e-6, 1e-6, 0.5e-6)
 
 
 def items_of(tiles: TileList) -> list[list[TileItem]]:
-    """The items of each cluster up to the empty one, which must be there."""
+    """Return the items of each cluster, up to the empty item that ends the list."""
     lists = []
     for cluster in range(tiles.clusters):
         rows = [TileItem(*row) for row in tiles.items[:, cluster].tolist()]
@@ -42,13 +42,13 @@ def items_of(tiles: TileList) -> list[list[TileItem]]:
 
 
 def check(tiles: TileList, seed: int = 0) -> None:
-    """Execute a list with gates that open in random order, when nothing else can go on or, for odd
-    seeds, earlier: no tile reads closed rows, nothing waits forever, announcements come when all
-    their rows are stored, counters rest at 0, and the products are exact."""
+    """Execute a list with gates that open in random order, once all clusters wait or, for odd
+    seeds, earlier. Check that no tile reads closed rows, that there is no deadlock, that rows are
+    stored before their announcement, that counters end at 0 and that the products are exact."""
     work, tiling = tiles.work, tiles.tiling
     rng = random.Random(seed)
     numbers = np.random.default_rng(seed)
-    # Floats hold these integers exactly, and their products are faster.
+    # Float products of these integers are exact, and faster than integer products.
     a = [numbers.integers(-2, 3, (rows, work.k)).astype(float) for rows in work.rows]
     b = numbers.integers(-2, 3, (work.k, work.n)).astype(float)
     out = [np.full((rows, work.n), np.nan) for rows in work.rows]
@@ -62,7 +62,7 @@ def check(tiles: TileList, seed: int = 0) -> None:
     closed = list(range(len(work.gates)))
     rng.shuffle(closed)
 
-    def can(cluster: int) -> bool:
+    def runnable(cluster: int) -> bool:
         if done[cluster] == len(lists[cluster]):
             return False
         item = lists[cluster][done[cluster]]
@@ -74,8 +74,8 @@ def check(tiles: TileList, seed: int = 0) -> None:
         columns = slice(item.column, item.column + tiling.columns)
         for gate in closed:
             for product, first, last in work.gates[gate]:
-                apart = product != item.product or last <= rows.start or rows.stop <= first
-                assert apart, f"{item} reads rows of gate {gate}, which is closed"
+                disjoint = product != item.product or last <= rows.start or rows.stop <= first
+                assert disjoint, f"{item} reads rows of gate {gate}, which is closed"
         ks = slice(item.k0 * BK, (item.k0 + item.kn) * BK)
         computed[item.product][rows, columns, item.k0 : item.k0 + item.kn] += 1
         value = a[item.product][rows, ks] @ b[ks, columns]
@@ -99,7 +99,7 @@ def check(tiles: TileList, seed: int = 0) -> None:
                     assert (stored[product][first:last] == 1).all(), f"{index} came early"
 
     while any(done[cluster] < len(lists[cluster]) for cluster in range(tiles.clusters)):
-        able = [cluster for cluster in range(tiles.clusters) if can(cluster)]
+        able = [cluster for cluster in range(tiles.clusters) if runnable(cluster)]
         if closed and (not able or (seed % 2 and rng.random() < 0.1)):
             closed.pop()
             continue
@@ -117,7 +117,7 @@ def check(tiles: TileList, seed: int = 0) -> None:
 
 
 def spans(rng: random.Random, rows: tuple[int, ...], count: int) -> tuple[tuple[RowSpan, ...], ...]:
-    """Random rows for each of ``count`` words, some of two products; some rows have none."""
+    """Return random rows for each of ``count`` words, also of two products. Rows can lack one."""
     pieces = []
     for product, height in enumerate(rows):
         ends = sorted({0, height, *(rng.randint(0, height) for _ in range(count))})
@@ -151,10 +151,10 @@ def test_lists_are_complete_and_exact(tiling: Tiling, cut: Cut) -> None:
 
 
 def test_the_order_of_rows() -> None:
-    """Those without gates first, then gates in their order; those of announcements in their order,
-    and those without last."""
+    """Rows without gates come first, then the gates in order. Announced rows come in the order of
+    announcements, and the other rows last."""
     places = (512, 0, 768), (512, 0)
-    gates, announces = (tuple((RowSpan(0, at, at + 256),) for at in some) for some in places)
+    gates, announces = (tuple((RowSpan(0, at, at + 256),) for at in rows) for rows in places)
     for work, order, targets in (
         (Work((1024,), 512, 512, gates), [1, 2, 0, 3], ()),
         (Work((1024,), 512, 512, (), announces), [2, 0, 1, 3], (4, 4)),
@@ -165,8 +165,8 @@ def test_the_order_of_rows() -> None:
         assert tiles.targets == targets
 
 
-def test_gates_that_open_early_are_no_reason_to_read_b_again() -> None:
-    """Rows that are there when their turn comes are multiplied as if nothing gated them."""
+def test_early_gates_do_not_cause_another_read_of_b() -> None:
+    """Rows that arrive before their turn are multiplied like rows without gates."""
     quarters = tuple((RowSpan(0, 512 * i, 512 * (i + 1)),) for i in range(4))
     work = Work((2048,), 5120, 2048)
     gated = replace(work, gates=quarters)
@@ -178,17 +178,17 @@ def test_gates_that_open_early_are_no_reason_to_read_b_again() -> None:
     own_first = items(replace(gated, opens=(0.0, 4e-6, 5e-6, 6e-6)))
     in_turn = items(replace(gated, opens=(0.0, 4e-6, 5e-6, 6e-4)))
     late = items(replace(gated, opens=(0.0, 2e-4, 4e-4, 6e-4)))
-    for found, groups in ((own_first, (1, 3)), (in_turn, (1, 2, 1)), (late, (1, 1, 1, 1))):
-        turns = np.repeat(np.arange(len(groups)), groups)[found[..., 1] // 512]
-        computed = found[..., 4] > 0
+    for order, groups in ((own_first, (1, 3)), (in_turn, (1, 2, 1)), (late, (1, 1, 1, 1))):
+        turns = np.repeat(np.arange(len(groups)), groups)[order[..., 1] // 512]
+        computed = order[..., 4] > 0
         assert all((np.diff(turns[computed[:, i], i]) >= 0).all() for i in range(132))
-        mixed = any((np.diff(found[computed[:, i], i, 1] // 512) < 0).any() for i in range(132))
+        mixed = any((np.diff(order[computed[:, i], i, 1] // 512) < 0).any() for i in range(132))
         assert mixed == (groups != (1, 1, 1, 1))
 
 
 def test_predictions() -> None:
-    """One round of whole tiles; a late gate delays what it gates; parts are written and added; B
-    that does not stay in the cache is read for each group; a GPU that waits does not get hot."""
+    """One round of whole tiles. A late gate delays its rows. Parts are written and added. A B that
+    exceeds the cache is read for each group. A GPU that waits does not get hot."""
     tiling = TILINGS[0]
     work = Work((256,), 512, 4096)
     base = listed(work, tiling, Cut.NONE, 4, COSTS)
@@ -213,15 +213,15 @@ def test_predictions() -> None:
 
 
 def begins(tiles: TileList) -> dict[int, list[int]]:
-    """Of each row block the steps at which its pieces begin."""
-    found: dict[int, list[int]] = {}
+    """Return the first steps of the pieces of each row block."""
+    steps: dict[int, list[int]] = {}
     for item in chain.from_iterable(items_of(tiles)):
-        found.setdefault(item.row, []).append(item.k0)
-    return found
+        steps.setdefault(item.row, []).append(item.k0)
+    return steps
 
 
 def test_pieces_of_all_tiles_begin_at_the_same_k() -> None:
-    """But for those that helpers compute, of which no tile has more than two, at its end."""
+    """Exceptions are pieces of helpers, at most two at the end of each tile."""
     helped = 0
     for count, clusters in ((5, 8), (40, 132), (36, 132), (12, 132), (120, 132), (3, 8)):
         tiles = listed(Work((128 * count,), 256, 16384), TILINGS[0], Cut.END, clusters, COSTS)
@@ -237,8 +237,8 @@ def test_pieces_of_all_tiles_begin_at_the_same_k() -> None:
 
 
 def test_clusters_that_are_free_early_take_more_of_a_tile() -> None:
-    """Rows that arrive while others are multiplied: of each of their tiles, the longest piece is
-    for clusters that have nothing to do until then."""
+    """Clusters that are idle until rows arrive compute the longest piece of each tile of these
+    rows."""
     gates = ((RowSpan(0, 128, 256),),)
     work = Work((256,), 2048, 16384, gates, opens=(100e-6,))
     tiles = listed(work, TILINGS[0], Cut.LAST, 24, COSTS)
@@ -265,16 +265,16 @@ RATES = TileRates(
 @pytest.mark.parametrize("seed", range(6))
 def test_the_best_list_is_the_least_of_all(seed: int) -> None:
     work = random_work(random.Random(seed))
-    every = []
+    seconds = []
     for tiling in RATES.multiply:
         clusters = 132 // tiling.blocks
         tiles = sum(-(-rows // tiling.rows) for rows in work.rows) * -(-work.n // tiling.columns)
         for cut in Cut if RATES.cuts(tiling, work.n, seed % 2 == 1, clusters) else [Cut.NONE]:
             active = min(tiles, clusters) if cut is Cut.NONE else clusters
             costs = RATES.costs(tiling, work.n, work.k, seed % 2 == 1, active)
-            every.append(listed(work, tiling, cut, clusters, costs).seconds)
+            seconds.append(listed(work, tiling, cut, clusters, costs).seconds)
     chosen = ranked(work, RATES, 132, seed % 2 == 1, 3)
-    assert best(work, RATES, 132, seed % 2 == 1).seconds == chosen[0].seconds == min(every)
+    assert best(work, RATES, 132, seed % 2 == 1).seconds == chosen[0].seconds == min(seconds)
     assert [tiles.seconds for tiles in chosen] == sorted(tiles.seconds for tiles in chosen)
 
 
@@ -284,10 +284,10 @@ def test_rows_of_b_that_split_lines_cost_more() -> None:
     def step(n: int, b_rows: bool, clusters: int) -> float:
         return RATES.costs(tiling, n, 64, b_rows, clusters).step
 
-    whole = step(1344, True, 132)
-    assert whole == step(1376, False, 132)
-    assert step(1376, True, 132) > 1.1 * whole
-    assert whole > step(1344, True, 40) > RATES.multiply[tiling]
+    aligned = step(1344, True, 132)
+    assert aligned == step(1376, False, 132)
+    assert step(1376, True, 132) > 1.1 * aligned
+    assert aligned > step(1344, True, 40) > RATES.multiply[tiling]
     assert RATES.cuts(tiling, 1376, False, 132) and RATES.cuts(tiling, 1344, True, 66)
     assert not RATES.cuts(tiling, 1376, True, 132)
 
@@ -304,6 +304,6 @@ def test_rows_of_b_that_split_lines_cost_more() -> None:
         ({"opens": (1.0,)}, "opens: required 0"),
     ],
 )
-def test_wrong_work(change: dict, text: str) -> None:
+def test_invalid_work(change: dict, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Work(**{"rows": (10,), "n": 8, "k": 8, **change})
