@@ -16,7 +16,7 @@ from typing import Any
 import edits
 import pytest
 from edits import awaits_data, change, edited, idle, index, is_copy, move, refused, retires
-from test_plan import PROBLEM, RETURNED, SUMMED, TURNED, made
+from test_plan import PROBLEM, RETURNED, SUMMED, TURNED, build
 
 from ficco.plan import Plan, Step
 from ficco.problems.attention import AttentionProblem, HeadsProblem
@@ -70,34 +70,34 @@ GATHERS = (
 THREE = (16,) * 3
 #: The Plans that SPIN proves, and in how many calls.
 CASES: list[tuple[Callable[..., Plans], tuple[Any, ...], int]] = [
-    *((made, (name, two(PROBLEM)), 2) for name in GATHERS),
-    (made, ("growing:pull", two(PROBLEM, symmetric=True)), 2),
-    (made, ("growing", two(PROBLEM, return_gathered=True)), 2),
-    (made, ("hetero-unfused-1d:pieces=4", two(PROBLEM), 512), 2),
-    (made, ("growing", two(PROBLEM, hosts=2)), 2),
-    *((made, (name, two(SUMMED)), 2) for name in ("hetero-fused-1d:pieces=2", "ring", "one-shot")),
-    *((made, (name, two(SUMMED)), 2) for name in ("serial:kernel", "growing:beta")),
+    *((build, (name, two(PROBLEM)), 2) for name in GATHERS),
+    (build, ("growing:pull", two(PROBLEM, symmetric=True)), 2),
+    (build, ("growing", two(PROBLEM, return_gathered=True)), 2),
+    (build, ("hetero-unfused-1d:pieces=4", two(PROBLEM), 512), 2),
+    (build, ("growing", two(PROBLEM, hosts=2)), 2),
+    *((build, (name, two(SUMMED)), 2) for name in ("hetero-fused-1d:pieces=2", "ring", "one-shot")),
+    *((build, (name, two(SUMMED)), 2) for name in ("serial:kernel", "growing:beta")),
     *(
-        (made, (name, two(RETURNED)), 2)
+        (build, (name, two(RETURNED)), 2)
         for name in ("uniform-fused-2d:pieces=2", "one-shot", "two-shot")
     ),
-    *((made, (name, two(TURNED)), 2) for name in ("growing", "growing:pull,pieces=2")),
-    (made, ("growing", sent("all_to_all_matmul")), 2),
-    (made, ("growing:pull", sent("matmul_all_to_all")), 2),
-    (made, ("hetero-fused-1d:pieces=2", sent("all_to_all_transposed_matmul")), 2),
+    *((build, (name, two(TURNED)), 2) for name in ("growing", "growing:pull,pieces=2")),
+    (build, ("growing", sent("all_to_all_matmul")), 2),
+    (build, ("growing:pull", sent("matmul_all_to_all")), 2),
+    (build, ("hetero-fused-1d:pieces=2", sent("all_to_all_transposed_matmul")), 2),
     *((attention, (name,), 2) for name in ("growing", "ring", "growing:compute=2")),
     (attention, ("growing", True), 2),
     (heads, ("uniform-fused-1d:pieces=2",), 2),
     *((experts, (name,), 1) for name in ("serial", "shard-overlap")),
     *((arriving, (name, name == "tiled:pull"), 2) for name in ("tiled:pieces=2", "tiled:pull")),
-    (made, ("growing", replace(PROBLEM, rows=THREE)), 2),
-    (made, ("serial:kernel", replace(PROBLEM, rows=(9, 0, 17))), 2),
-    (made, ("growing:pull", replace(PROBLEM, rows=THREE)), 1),
-    (made, ("hetero-fused-1d:pieces=2", replace(PROBLEM, rows=THREE)), 1),
-    (made, ("one-shot", replace(SUMMED, rows=THREE)), 2),
-    (made, ("two-shot", replace(RETURNED, rows=THREE)), 1),
-    (made, ("ring", replace(SUMMED, rows=THREE)), 1),
-    (made, ("shard-overlap", sent("all_to_all_matmul", 3)), 2),
+    (build, ("growing", replace(PROBLEM, rows=THREE)), 2),
+    (build, ("serial:kernel", replace(PROBLEM, rows=(9, 0, 17))), 2),
+    (build, ("growing:pull", replace(PROBLEM, rows=THREE)), 1),
+    (build, ("hetero-fused-1d:pieces=2", replace(PROBLEM, rows=THREE)), 1),
+    (build, ("one-shot", replace(SUMMED, rows=THREE)), 2),
+    (build, ("two-shot", replace(RETURNED, rows=THREE)), 1),
+    (build, ("ring", replace(SUMMED, rows=THREE)), 1),
+    (build, ("shard-overlap", sent("all_to_all_matmul", 3)), 2),
 ]
 
 
@@ -211,7 +211,7 @@ def test_spin_proves_what_the_proof_proves(
 @pytest.mark.parametrize("what", FAULTS)
 def test_spin_finds_the_faults_that_the_proof_finds(what: str, tmp_path: Path) -> None:
     problem, name, fault, said = FAULTS[what]
-    found = made(name, two(problem), 512 if what == "full stage" else None)
+    found = build(name, two(problem), 512 if what == "full stage" else None)
     check(found)
     broken = fault(found)
     refused(broken)
@@ -221,13 +221,13 @@ def test_spin_finds_the_faults_that_the_proof_finds(what: str, tmp_path: Path) -
 
 def test_the_command_writes_a_model_for_spin(tmp_path: Path, ran: Any) -> None:
     plan, path = "plan growing --m 32 --n 24 --k 32 --world 2 --promela", tmp_path / "new" / "m.pml"
-    model = promela(made("growing", two(PROBLEM)))
+    model = promela(build("growing", two(PROBLEM)))
     assert ran(plan, "-").out == model
     assert "checked for all 2 ranks" in ran(plan, path).out and path.read_text() == model
 
 
 def test_plans_that_spin_cannot_run_are_refused() -> None:
-    found = made("growing", two(PROBLEM))
+    found = build("growing", two(PROBLEM))
     with pytest.raises(NotImplementedError, match="promela does not know the operation 'object'"):
         promela(edited(found, 0, change(is_copy, work=object())))
     with pytest.raises(ValueError, match="names a step or a buffer that is not there: .*99"):

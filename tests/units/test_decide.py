@@ -18,7 +18,7 @@ import pytest
 import torch
 from cases import own_group
 from ranks import Failure, Rank, caught, on_ranks
-from test_model import BY, MACHINE, PROBLEM, problem
+from test_model import ASSUMED, MACHINE, PROBLEM, problem
 
 import ficco
 from ficco import errors
@@ -47,11 +47,11 @@ from ficco.simulate import predict
 from ficco.tools import cli
 
 #: A machine that has only the thresholds of the rule.
-RULED = Machine("ruled", "toy", 4, thresholds=Thresholds(1e12, 5e12, BY))
+RULED = Machine("ruled", "toy", 4, thresholds=Thresholds(1e12, 5e12, ASSUMED))
 
 TUNED = Tuned(
     PROBLEM.operator, PROBLEM.rows, PROBLEM.n, PROBLEM.k, PROBLEM.dtype, queued="growing:tail=8",
-    idle="shrinking:pieces=3", seconds=(2e-3, 3e-3), serial=(4e-3, 4e-3), provenance=BY,
+    idle="shrinking:pieces=3", seconds=(2e-3, 3e-3), serial=(4e-3, 4e-3), provenance=ASSUMED,
 )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def test_the_fallback_is_serial() -> None:
 
 
 def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
-    collective = Collective(((2**23 / 3, 1e-3), (2**23, 3e-3)), BY)
+    collective = Collective(((2**23 / 3, 1e-3), (2**23, 3e-3)), ASSUMED)
     tuned = replace(MACHINE, tuned=(TUNED,), all_gather=collective)
     decision = decide(problem(2048, 1024, 4096, world=2), machine=tuned, mode="queued")
     assert decision.source == "model"
@@ -177,7 +177,7 @@ def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
     (serial,) = (c for c in decision.candidates if c.schedule == "serial:collective")
     assert serial.queued == pytest.approx(1e-3 + 2e-3)
     blocks = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
-    curve = Collective(((3e6, 1e-3), (9e6, 2e-3)), BY)
+    curve = Collective(((3e6, 1e-3), (9e6, 2e-3)), ASSUMED)
     sized = described(replace(MACHINE, **dict.fromkeys(blocks, curve)), 2)
     for block in blocks:  # one peer instead of three
         assert getattr(sized, block).curve == ((9e6, 1e-3), (27e6, 2e-3))

@@ -1,4 +1,4 @@
-"""Machines: the schema of their files, what damaged ones say, who is found, and the GEMM model."""
+"""Machines: the schema of files, errors of damaged files, the search, and the GEMM model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SMALL = Machine(
 )
 TEXT = dumps(SMALL)
 
-#: The least that a file holds, without its end.
+#: The required keys of a file, without its end.
 HEAD = "name: a\naccelerator: a\nranks: 1\n"
 
 SHIPPED = sorted(path.stem for path in configs().glob("*.yaml"))
@@ -58,7 +58,7 @@ SHIPPED = sorted(path.stem for path in configs().glob("*.yaml"))
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for the user's files; nothing named in the environment."""
+    """Return an empty folder for the user's files; the environment names no machine."""
     folder = tmp_path / "user"
     monkeypatch.setenv("FICCO_CONFIG_DIR", str(folder))
     monkeypatch.delenv("FICCO_MACHINE", raising=False)
@@ -86,7 +86,7 @@ def test_printed_quantities_are_the_same_when_read(unit: str, value: float) -> N
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value that a field can hold, by its annotation."""
+    """Return a strategy for the values of a field, by its annotation."""
     if type(None) in get_args(hint):
         (inner,) = (arm for arm in get_args(hint) if arm is not type(None))
         return st.none() | values(inner)
@@ -117,18 +117,18 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
 
 def blocks(kind: Any) -> st.SearchStrategy[Any]:
     hints = get_type_hints(kind, include_extras=True)
-    made = {f.name: values(hints[f.name]) for f in fields(kind) if f.compare}
+    strategies = {f.name: values(hints[f.name]) for f in fields(kind) if f.compare}
     if kind is Thresholds:
-        pair = st.tuples(made.pop("low"), made.pop("high")).map(sorted)
-        return st.builds(lambda lh, **rest: Thresholds(*lh, **rest), pair, **made)
-    return st.builds(kind, **made)
+        pair = st.tuples(strategies.pop("low"), strategies.pop("high")).map(sorted)
+        return st.builds(lambda lh, **rest: Thresholds(*lh, **rest), pair, **strategies)
+    return st.builds(kind, **strategies)
 
 
 @settings(max_examples=60, deadline=None)
 @given(blocks(Machine))
-def test_a_machine_is_equal_when_read_again(machine: Machine) -> None:
-    again = loads(dumps(machine))
-    assert again == machine and digest(again) == digest(machine)
+def test_a_machine_is_equal_after_a_round_trip(machine: Machine) -> None:
+    loaded = loads(dumps(machine))
+    assert loaded == machine and digest(loaded) == digest(machine)
 
 
 def test_a_saved_machine_is_equal_when_loaded_and_read_once(
@@ -136,15 +136,15 @@ def test_a_saved_machine_is_equal_when_loaded_and_read_once(
 ) -> None:
     path = tmp_path / "new" / "small.yaml"
     save(SMALL, path)
-    first, read = load(path), []
+    first, texts_read = load(path), []
     assert first == SMALL and first.source == str(path)
     assert "bandwidth: 64 GB/s" in path.read_text() and "- [64 KiB, 1 GB/s]" in path.read_text()
     parse = as_yaml.parse
-    monkeypatch.setattr(as_yaml, "parse", lambda text: read.append(text) or parse(text))
-    assert load(path) is first and not read
-    other = replace(SMALL, name="other")
-    path.write_text(dumps(other))
-    assert load(path) == other and read == [dumps(other)]
+    monkeypatch.setattr(as_yaml, "parse", lambda text: texts_read.append(text) or parse(text))
+    assert load(path) is first and not texts_read
+    renamed = replace(SMALL, name="other")
+    path.write_text(dumps(renamed))
+    assert load(path) == renamed and texts_read == [dumps(renamed)]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -156,21 +156,21 @@ def test_shipped_files(name: str) -> None:
     for field in fields(machine):
         block = getattr(machine, field.name)
         if is_dataclass(block):
-            told = block.provenance
-            assert told.source == "data sheet" or told.note or told.command, field.name
-            assert told.source not in ("measured", "fitted") or told.torch or name == "mi300x-8"
+            by = block.provenance
+            assert by.source == "data sheet" or by.note or by.command, field.name
+            assert by.source not in ("measured", "fitted") or by.torch or name == "mi300x-8"
 
 
 # Damaged files.
 
 
 def without(line: str) -> str:
-    """The small machine without a line, of which it has exactly one."""
+    """Return the small machine's file without a line, which must be unique."""
     assert sum(text.strip() == line for text in TEXT.splitlines()) == 1, line
     return "".join(text for text in TEXT.splitlines(True) if text.strip() != line)
 
 
-def instead(old: str, new: str) -> str:
+def replaced(old: str, new: str) -> str:
     assert TEXT.count(old) == 1, old
     return TEXT.replace(old, new)
 
@@ -184,9 +184,9 @@ BANDWIDTH = "topology.bandwidth"
     [
         (without("ranks: 2"), "ranks", "is missing; required a number of at least 1"),
         (without("kind: mesh"), "topology.kind", "is missing; required one of mesh, switch"),
-        (instead("engines:", "motors:"), "copies.motors", "is unknown; known here are engines,"),
+        (replaced("engines:", "motors:"), "copies.motors", "is unknown; known here are engines,"),
         *(
-            (instead("ranks: 2", f"ranks: {value}"), "ranks", f"required {expected}")
+            (replaced("ranks: 2", f"ranks: {value}"), "ranks", f"required {expected}")
             for value, expected in (
                 ("0", "a number of at least 1, got 0"),
                 ("1.5", "a whole number, got 1.5"),
@@ -195,22 +195,22 @@ BANDWIDTH = "topology.bandwidth"
                 ("", "a number, got None"),
             )
         ),
-        (instead("name: small", "name: 7"), "name", "required a text, got 7"),
-        (instead("kind: mesh", "kind: ring"), "topology.kind", "one of mesh, switch, got 'ring'"),
-        (instead("64 GB/s", "64 GHz"), BANDWIDTH, "a quantity in B/s such as '64 GB/s'"),
+        (replaced("name: small", "name: 7"), "name", "required a text, got 7"),
+        (replaced("kind: mesh", "kind: ring"), "topology.kind", "one of mesh, switch, got 'ring'"),
+        (replaced("64 GB/s", "64 GHz"), BANDWIDTH, "a quantity in B/s such as '64 GB/s'"),
         *(
-            (instead("64 GB/s", f"{value} GB/s"), BANDWIDTH, f"in B/s above 0, got '{value} GB/s'")
+            (replaced("64 GB/s", f"{value} GB/s"), BANDWIDTH, f"in B/s above 0, got '{value} GB/s'")
             for value in ("0", "inf", "-1")
         ),
         (
-            instead("kind: mesh", "kind: mesh\n  sharing: 1.5"),
+            replaced("kind: mesh", "kind: mesh\n  sharing: 1.5"),
             "topology.sharing",
             "required a number above 0 and at most 1, got 1.5",
         ),
-        (instead("15 us", "1e400 us"), "copies.latency", "got '1e400 us', which is not finite"),
-        (instead("15 us", "-15 us"), "copies.latency", "a quantity in s of at least 0, got '-15"),
+        (replaced("15 us", "1e400 us"), "copies.latency", "got '1e400 us', which is not finite"),
+        (replaced("15 us", "-15 us"), "copies.latency", "a quantity in s of at least 0, got '-15"),
         *(
-            (instead("[2 MiB, 50 GB/s]", point), f"copies.curve[1]{at}", expected)
+            (replaced("[2 MiB, 50 GB/s]", point), f"copies.curve[1]{at}", expected)
             for point, at, expected in (
                 ("[2 KiB, 50 GB/s]", "", "required sizes that rise from point to point, got '2 K"),
                 ("[64 KiB, 50 GB/s]", "", "required sizes that rise"),
@@ -232,7 +232,7 @@ BANDWIDTH = "topology.bandwidth"
         (TEXT + TEXT, "line", "required YAML: "),
     ],
 )
-def test_a_damaged_file_says_where(text: str, key: str, expected: str, tmp_path: Path) -> None:
+def test_a_damaged_file_names_the_place(text: str, key: str, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -244,21 +244,21 @@ def test_a_damaged_file_says_where(text: str, key: str, expected: str, tmp_path:
 
 
 def test_a_file_that_is_nested_too_deep_or_cut_short_or_cannot_be_read(tmp_path: Path) -> None:
-    for opening in ("[", "- "):  # PyYAML 6.0.4 has a limit of its own, and its own words for it
+    for opening in ("[", "- "):  # PyYAML 6.0.4 has its own limit and message
         with pytest.raises(ConfigError, match="required YAML: .*nest"):
             loads(opening * 100000 + "\n...")
     for end in range(0, len(TEXT) - 2, 7):
         with pytest.raises(ConfigError):
             loads(TEXT[:end])
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n...")
-    for name, said in (("none", "cannot be read: No such"), ("latin", "required text in UTF-8")):
-        with pytest.raises(ConfigError, match=f"file: {said}"):
+    for name, message in (("none", "cannot be read: No such"), ("latin", "required text in UTF-8")):
+        with pytest.raises(ConfigError, match=f"file: {message}"):
             load(tmp_path / f"{name}.yaml")
 
 
-def test_what_a_file_may_hold() -> None:
+def test_values_that_a_file_may_hold() -> None:
     assert loads(TEXT.replace("'2026-11-21'", "2026-11-21")) == SMALL  # a date without quotes
-    assert loads(instead("ranks: 2", "ranks: 2\nmargin: 5e-2")).margin == 0.05  # without a point
+    assert loads(replaced("ranks: 2", "ranks: 2\nmargin: 5e-2")).margin == 0.05  # without a point
     gone = Tuned(
         "all_gather_matmul", (8, 8), 4, 4, "bfloat16", "gone:knob=1", "serial",
         (1e-3, 2e-3), (3e-3, 4e-3), MEASURED,
@@ -285,13 +285,13 @@ def test_a_save_that_fails_or_is_interrupted_changes_nothing(
         raise error
 
     monkeypatch.setattr(os, moment, fail)
-    said = f"file: cannot be written: {os.strerror(code)}" if code else "by its user"
-    with pytest.raises(ConfigError if code else KeyboardInterrupt, match=said):
+    message = f"file: cannot be written: {os.strerror(code)}" if code else "by its user"
+    with pytest.raises(ConfigError if code else KeyboardInterrupt, match=message):
         save(replace(SMALL, ranks=3), path)
     assert load(path) == SMALL and os.listdir(tmp_path) == ["small.yaml"]
 
 
-def test_what_a_process_leaves_that_dies_while_it_saves_is_no_machine(home: Path) -> None:
+def test_a_process_that_dies_while_it_saves_leaves_no_machine(home: Path) -> None:
     save(SMALL, home / "small.yaml")
     child = os.fork()
     if not child:
@@ -304,7 +304,7 @@ def test_what_a_process_leaves_that_dies_while_it_saves_is_no_machine(home: Path
     assert find(None, Fingerprint("Some GPU", 2)) == SMALL
 
 
-def test_what_cannot_be_saved_is_not_written(tmp_path: Path) -> None:
+def test_an_invalid_machine_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     (tmp_path / "link.yaml").symlink_to(path)
     save(SMALL, tmp_path / "link.yaml")
@@ -317,7 +317,7 @@ def test_what_cannot_be_saved_is_not_written(tmp_path: Path) -> None:
         save(SMALL, path / "small.yaml")
 
 
-# Which machine this host is.
+# The search for the machine of this host.
 
 
 def test_the_order_in_which_machines_are_found(
@@ -339,7 +339,7 @@ def test_the_order_in_which_machines_are_found(
     assert find("own", host) == own
 
     save(replace(own, name="cpu"), home / "cpu.yaml")
-    assert find("cpu", None) == replace(own, name="cpu")  # before the shipped one
+    assert find("cpu", None) == replace(own, name="cpu")  # takes precedence over the shipped file
 
     machine = replace(SMALL, also=("Some GPU 80GB",))
     for name, count, fits in (
@@ -351,7 +351,7 @@ def test_the_order_in_which_machines_are_found(
     assert find(None, Fingerprint("Nobody's", 2)) is find(None, None) is None
 
 
-def test_a_name_of_nothing_lists_what_there_is(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name_lists_the_machines(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(SMALL, home / "small.yaml")
     listed = "required a file, or one of cpu, .* h200-4, mi300x-8, small "
     for name in ("nothing", "~nobody-of-this-name/x", "x" * 5000, "x\0y"):
@@ -364,30 +364,30 @@ def test_a_name_of_nothing_lists_what_there_is(home: Path, monkeypatch: pytest.M
     assert caught.value.source == "FICCO_MACHINE"
 
 
-def test_what_cannot_be_read_of_the_users_folder_is_passed_over(
+def test_unreadable_files_of_the_user_are_passed_over(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(SMALL, home / "b.yaml")
     half = TEXT[: len(TEXT) // 2]
     (home / "a.yaml").write_text(half)
-    with pytest.warns(UserWarning, match=r"passed over: .*a\.yaml: file: ends early") as told:
+    with pytest.warns(UserWarning, match=r"passed over: .*a\.yaml: file: ends early") as warned:
         assert find(None, Fingerprint("Some GPU", 2)) == SMALL
-        assert nearest(Fingerprint("Some GPU", 3)) == SMALL  # looks at the same files
-    assert [Path(one.filename).name for one in told] == ["test_machine.py"]  # once, and here
+        assert nearest(Fingerprint("Some GPU", 3)) == SMALL  # reads the same files
+    assert [Path(w.filename).name for w in warned] == ["test_machine.py"]  # once, with this place
     with pytest.raises(ConfigError, match="ends early"):
         find("a", None)
     assert (home / "a.yaml").read_text() == half
     listdir = os.listdir
 
-    def denied(folder: Path) -> list[str]:  # as that of another user
+    def denied(folder: Path) -> list[str]:  # like the folder of another user
         if Path(folder) == user_dir():
             raise PermissionError(errno.EACCES, "Permission denied")
         return listdir(folder)
 
     monkeypatch.setattr(os, "listdir", denied)
     with pytest.warns(UserWarning, match=rf"passed over: {user_dir()}: Permission denied"):
-        found = find(None, Fingerprint("NVIDIA H200", 4))
-    assert found is not None and found.name == "h200-4"
+        machine = find(None, Fingerprint("NVIDIA H200", 4))
+    assert machine is not None and machine.name == "h200-4"
 
 
 def test_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -399,14 +399,15 @@ def test_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert user_dir() == tmp_path / ".config" / "ficco"
     monkeypatch.delenv("HOME")
-    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # who has no name here
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a user without a name
     assert user_dir() == Path("/nonexistent/.config/ficco")
 
 
 def test_digests_are_of_facts() -> None:
-    told = replace(SMALL.topology, provenance=Provenance("assumed", note="other"))
-    whole = replace(SMALL.topology, bandwidth=int(64e9))  # the same as a number with a point
-    for same in (replace(SMALL, topology=told, source="elsewhere"), replace(SMALL, topology=whole)):
+    annotated = replace(SMALL.topology, provenance=Provenance("assumed", note="other"))
+    integral = replace(SMALL.topology, bandwidth=int(64e9))  # equal to the float
+    renamed = replace(SMALL, topology=annotated, source="elsewhere")
+    for same in (renamed, replace(SMALL, topology=integral)):
         assert digest(same) == digest(SMALL)
     assert 0 <= digest(SMALL) < 2**40
     others: tuple[dict[str, Any], ...] = (
@@ -422,7 +423,7 @@ def test_curves_are_straight_in_logarithms() -> None:
     for size, value in ((10.0, 100.0), (0.1, 10.0), (150.0, 1000.0), (1e9, 1000.0)):
         assert interpolate(curve, size) == pytest.approx(value)
     assert interpolate(((5.0, 7.0),), 1.0) == interpolate(((5.0, 7.0),), 9.0) == 7.0
-    # A collective beyond its curve goes on at the rate of its end.
+    # Beyond its curve a collective has the rate of the end of the curve.
     collective = Collective(((1.0, 2.0), (4.0, 8.0)), MEASURED)
     assert [collective.seconds(size) for size in (0.5, 2.0, 8.0)] == pytest.approx([2.0, 4.0, 16.0])
 
@@ -446,20 +447,20 @@ def test_waves_the_parts_of_a_tile_and_memory_limits() -> None:
     gemm = replace(WAVES, prologue=0.5, step=64.0, write=400.0)
     # 0.5 + 5 terms of 1 second + 4 s of operations + 10 * 10 elements at 100 bytes per second; a
     # wide result is read and written, 4 bytes each.
-    for how, writes in (({}, 2.0), ({"itemsize": 4}, 4.0), ({"wide": True}, 8.0)):
-        assert gemm.seconds(10, 10, 5, **how) == pytest.approx(1.0 + 0.5 + 5.0 + 4.0 + writes)
+    for options, writes in (({}, 2.0), ({"itemsize": 4}, 4.0), ({"wide": True}, 8.0)):
+        assert gemm.seconds(10, 10, 5, **options) == pytest.approx(1.0 + 0.5 + 5.0 + 4.0 + writes)
     assert gemm.seconds(10, 10, 5, itemsize=4, wide=True) == gemm.seconds(10, 10, 5, wide=True)
     gemm = replace(WAVES, peak=1e30, bandwidth=100.0)
     # (10 * 5 + 5 * 10 + 10 * 10) * 2 bytes; a batch shares its right operand.
-    for how, nbytes in (
+    for options, nbytes in (
         ({}, 400), ({"batch": 3}, (3 * 50 + 50 + 3 * 100) * 2), ({"wide": True}, 200 + 100 * 8)
     ):  # fmt: skip
-        assert gemm.seconds(10, 10, 5, **how) == pytest.approx(1.0 + nbytes / 100)
-    both = replace(WAVES, bandwidth=100.0).seconds(10, 10, 5)  # 4 s and 4 s
-    assert both == pytest.approx(1.0 + 4.0 * 2 ** (1 / 3))
-    # A product that adds itself reads what it adds to.
-    adds, whole = (gemm.seconds(10, 10, 5, adds=adds) for adds in (True, False))
-    assert adds - whole == pytest.approx(10 * 10 * 2 / 100)
+        assert gemm.seconds(10, 10, 5, **options) == pytest.approx(1.0 + nbytes / 100)
+    seconds = replace(WAVES, bandwidth=100.0).seconds(10, 10, 5)  # 4 s and 4 s
+    assert seconds == pytest.approx(1.0 + 4.0 * 2 ** (1 / 3))
+    # A product that accumulates also reads the sum.
+    adds, overwrites = (gemm.seconds(10, 10, 5, adds=adds) for adds in (True, False))
+    assert adds - overwrites == pytest.approx(10 * 10 * 2 / 100)
 
 
 def test_other_dtypes_nothing_to_do_and_a_power_limit() -> None:
@@ -485,16 +486,16 @@ def test_times_are_sane(m: int, n: int, k: int, batch: int, itemsize: int, wide:
     def seconds(gemm: Gemm, m: int, n: int, k: int, batch: int = batch) -> float:
         return gemm.seconds(m, n, k, batch=batch, itemsize=itemsize, wide=wide)
 
-    now = seconds(H200, m, n, k)
-    assert now >= 2.0 * batch * m * n * k / H200.peak
-    assert H200.times(m, n, k, batch=batch, itemsize=itemsize, wide=wide)[1] <= now
+    time = seconds(H200, m, n, k)
+    assert time >= 2.0 * batch * m * n * k / H200.peak
+    assert H200.times(m, n, k, batch=batch, itemsize=itemsize, wide=wide)[1] <= time
     # More work takes no less time.
-    for more in ((2 * m, n, k), (m, 2 * n, k), (m, n, 2 * k), (m, n, k, batch + 1)):
-        assert seconds(H200, *more) >= now
-    # Two halves may split k where the whole does not, and are hardly faster for it.
-    assert 2 * now >= 0.8 * seconds(H200, 2 * m, n, k)
-    assert seconds(replace(H200, bandwidth=H200.bandwidth / 2), m, n, k) >= now
-    assert math.isfinite(now)
+    for larger in ((2 * m, n, k), (m, 2 * n, k), (m, n, 2 * k), (m, n, k, batch + 1)):
+        assert seconds(H200, *larger) >= time
+    # Two halves may split k although the whole does not, and are hardly faster.
+    assert 2 * time >= 0.8 * seconds(H200, 2 * m, n, k)
+    assert seconds(replace(H200, bandwidth=H200.bandwidth / 2), m, n, k) >= time
+    assert math.isfinite(time)
 
 
 # The fit.
@@ -510,7 +511,7 @@ GRID = [
 ]
 
 
-def test_a_fit_finds_the_machine_that_made_the_samples_whatever_outliers_say() -> None:
+def test_a_fit_recovers_the_machine_of_the_samples_despite_outliers() -> None:
     truth = replace(H200, shares=((2.0, 1.0), (4.0, 0.1)))
     samples = [
         *sampled(truth, GRID),
@@ -520,13 +521,13 @@ def test_a_fit_finds_the_machine_that_made_the_samples_whatever_outliers_say() -
     ]
     assert len(samples) >= ENOUGH
     slow = [replace(s, seconds=3 * s.seconds) if i % 12 == 0 else s for i, s in enumerate(samples)]
-    found = fit(slow, units=132, peak=truth.peak)
-    assert errors(found, samples).mean < 0.01
+    fitted = fit(slow, units=132, peak=truth.peak)
+    assert errors(fitted, samples).mean < 0.01
     unseen = sampled(truth, [(1000, 1500, 6000), (5000, 700, 3000), (128, 12000, 1000)])
-    assert errors(found, unseen).worst < 0.03
-    assert found.efficiency == pytest.approx(truth.efficiency, rel=0.03)
-    assert found.bandwidth == pytest.approx(truth.bandwidth, rel=0.1)
-    assert dict(found.shares)[4.0] == pytest.approx(0.1, rel=0.05)
+    assert errors(fitted, unseen).worst < 0.03
+    assert fitted.efficiency == pytest.approx(truth.efficiency, rel=0.03)
+    assert fitted.bandwidth == pytest.approx(truth.bandwidth, rel=0.1)
+    assert dict(fitted.shares)[4.0] == pytest.approx(0.1, rel=0.05)
 
 
 def test_a_fit_of_few_samples_leaves_waves_out() -> None:
@@ -540,31 +541,31 @@ def test_a_fit_of_few_samples_leaves_waves_out() -> None:
     sizes = [(m, n, k) for m in (8, 64, 512) for n in (16, 128) for k in (32, 256, 1024)]
     samples = sampled(truth, sizes, itemsize=4)
     assert len(samples) < 20
-    found = fit(samples)
-    assert (found.tile_rows, found.tile_cols, found.splits) == ((1,), (1,), (1,))
-    assert errors(found, samples).worst < 0.02
-    assert found.peak * found.efficiency == pytest.approx(9e10, rel=0.05)
-    assert found.start == pytest.approx(2e-5, rel=0.05)
+    fitted = fit(samples)
+    assert (fitted.tile_rows, fitted.tile_cols, fitted.splits) == ((1,), (1,), (1,))
+    assert errors(fitted, samples).worst < 0.02
+    assert fitted.peak * fitted.efficiency == pytest.approx(9e10, rel=0.05)
+    assert fitted.start == pytest.approx(2e-5, rel=0.05)
 
 
-def test_a_fit_keeps_what_samples_do_not_tell() -> None:
+def test_a_fit_keeps_known_values_that_samples_do_not_determine() -> None:
     truth = replace(H200, shares=((2.0, 1.0), (4.0, 0.1), (8.0, 0.05)), burst=2e-3, sustained=0.8)
-    found = fit(sampled(truth, GRID), units=132, known=truth)
-    assert (found.shares, found.burst, found.sustained) == (truth.shares, 2e-3, 0.8)
-    found = fit(sampled(truth, GRID, itemsize=4), units=132, known=truth)
-    assert found.shares == ((4.0, 1.0), (8.0, pytest.approx(0.5)))
+    fitted = fit(sampled(truth, GRID), units=132, known=truth)
+    assert (fitted.shares, fitted.burst, fitted.sustained) == (truth.shares, 2e-3, 0.8)
+    fitted = fit(sampled(truth, GRID, itemsize=4), units=132, known=truth)
+    assert fitted.shares == ((4.0, 1.0), (8.0, pytest.approx(0.5)))
 
 
 def test_the_errors_of_a_model_on_its_own_times_are_none() -> None:
     truth = replace(H200, shares=((2.0, 1.0), (4.0, 0.1)))
-    for itemsize in (1, 2, 3, 4, 8):  # also of a dtype that its shares do not name
+    for itemsize in (1, 2, 3, 4, 8):  # including dtypes without a share
         assert errors(truth, sampled(truth, GRID, itemsize=itemsize)).worst < 1e-9
-    # Of few rows for each of many matrices, memory is all that counts.
+    # With few rows for each of many matrices only memory counts.
     few = sampled(H200, [(16, n, k) for _, n, k in GRID[:9]], batch=9, rights=9)
     assert errors(H200, few).worst < 1e-9
-    found = fit(few, peak=H200.peak)
-    assert found.bandwidth == pytest.approx(H200.bandwidth, rel=0.1)
-    assert loads(dumps(replace(SMALL, gemm=found))).gemm == found
+    fitted = fit(few, peak=H200.peak)
+    assert fitted.bandwidth == pytest.approx(H200.bandwidth, rel=0.1)
+    assert loads(dumps(replace(SMALL, gemm=fitted))).gemm == fitted
 
 
 def test_a_fit_of_nonsense_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Plans of all schedules pass the proof, and the proof catches what breaks a plan."""
+"""Plans of all schedules pass the proof, and the proof refuses broken plans."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ TURNED = replace(PROBLEM, operator="all_gather_transposed_matmul")
 TWO = replace(PROBLEM, rows=(8, 8))
 TAKEN = Problem.of_blocks("all_to_all_matmul", ((4,) * 4,) * 4, 24, 32, "bfloat16")
 EXACT = replace(TURNED, dtype="float32")
-#: Every rank multiplies another number of rows.
+#: The number of multiplied rows differs by rank.
 UNEVEN = Problem.of_blocks(
     "all_to_all_transposed_matmul",
     [[5, 6, 7, 2], [2, 4, 1, 3], [3, 0, 6, 5], [6, 4, 3, 7]],
@@ -78,34 +78,34 @@ KNOBS = (
 )
 
 
-def made(name: str, problem: Problem = PROBLEM, cap: int | None = None) -> list[Plan]:
+def build(name: str, problem: Problem = PROBLEM, cap: int | None = None) -> list[Plan]:
     return plans(problem, Schedule.parse(name), cap)
 
 
 @cache
 def proven(name: str, problem: Problem = PROBLEM) -> list[Plan]:
-    """Plans that pass the proof, to be changed in copies."""
-    found = made(name, problem)
-    check(found)
-    return found
+    """Return plans that pass the proof; tests edit copies of them."""
+    all_plans = build(name, problem)
+    check(all_plans)
+    return all_plans
 
 
 def served(problem: Problem) -> list[str]:
-    """The names, with knobs, that serve a Problem."""
-    found = []
+    """Return names with knobs of the schedules that serve a problem."""
+    names = []
     for base in NAMED:
         for knobs in KNOBS:
             name = f"{base}:{knobs}".rstrip(":")
             try:
                 if not refusal(problem, Schedule.parse(name)):
-                    found.append(name)
-            except ValueError:  # knobs that do not go together
+                    names.append(name)
+            except ValueError:  # incompatible knobs
                 continue
-    return [*found, "serial:collective"]
+    return [*names, "serial:collective"]
 
 
 def of(operator: str, rows: list[int], turn: int = 1) -> Problem:
-    """A Problem with rows of these sizes; an all-to-all has a table of them, never symmetric."""
+    """Return a problem with these rows; an all-to-all has an asymmetric table of them."""
     if not OPERATORS[operator].blocks:
         return Problem(operator, tuple(rows), 24, 32, "bfloat16")
     table = [[rows[(i * turn + j) % len(rows)] for j in range(len(rows))] for i in range(len(rows))]
@@ -113,7 +113,7 @@ def of(operator: str, rows: list[int], turn: int = 1) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "k", "said"),
+    ("rows", "n", "k", "message"),
     [
         ((4, 2**63), 8, 8, "rows: required a size of at most"),
         ((4, 4), 2**63, 8, "n: required a size of at most"),
@@ -121,21 +121,21 @@ def of(operator: str, rows: list[int], turn: int = 1) -> Problem:
         ((1,) * 1025, 8, 8, "world: required at most 1024 ranks, got 1025"),
     ],
 )
-def test_sizes_that_no_host_has_are_refused(
-    rows: tuple[int, ...], n: int, k: int, said: str
+def test_sizes_beyond_all_hosts_are_refused(
+    rows: tuple[int, ...], n: int, k: int, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         Problem("all_gather_matmul", rows, n, k, "float32")
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     rows = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8))
-    found = of(draw(st.sampled_from(list(OPERATORS))), rows, draw(st.integers(0, 3)))
+    base = of(draw(st.sampled_from(list(OPERATORS))), rows, draw(st.integers(0, 3)))
     n, k = draw(st.sampled_from([0, 1, 9, 40])), draw(st.sampled_from([0, 1, 7, 70]))
     dtype = draw(st.sampled_from(["bfloat16", "float32"]))
-    flags = (False, False) if found.kind.scatters else draw(st.tuples(st.booleans(), st.booleans()))
-    return replace(found, n=n, k=k, dtype=dtype, return_gathered=flags[0], symmetric=flags[1])
+    flags = (False, False) if base.kind.scatters else draw(st.tuples(st.booleans(), st.booleans()))
+    return replace(base, n=n, k=k, dtype=dtype, return_gathered=flags[0], symmetric=flags[1])
 
 
 @settings(deadline=None, max_examples=250)
@@ -144,30 +144,30 @@ def test_plans_pass_the_proof(problem: Problem, data: st.DataObject, share: floa
     capped = share is not None and not problem.kind.scatters
     cap = int((share or 0) * gathered_bytes(problem)) if capped else None
     try:
-        found = made(data.draw(st.sampled_from(served(problem))), problem, cap)
+        all_plans = build(data.draw(st.sampled_from(served(problem))), problem, cap)
     except ValueError as error:
         assert cap is not None and "workspace_bytes: required at least" in str(error)
         return
-    check(found)
-    for plan in found:
+    check(all_plans)
+    for plan in all_plans:
         published = plan.slot_bytes - plan.offsets.get("publish", plan.slot_bytes)
         assert cap is None or plan.slot_bytes <= aligned(cap) + published
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_schedule_serves_every_operator(operator: str) -> None:
-    """Rows in plenty, fewer than pieces, and none; sums are rounded once where nothing else is
-    asked for."""
+    """Ranks have many rows, fewer rows than pieces, or no rows. Sums are rounded once unless the
+    schedule accumulates in the result."""
     problem = of(operator, [40, 0, 1, 9])
     for name in served(problem):
-        found = made(name, problem)
-        check(found)
+        all_plans = build(name, problem)
+        check(all_plans)
         if problem.kind.sums:
-            products = [p for plan in found for step in plan.steps for p in step.products]
+            products = [p for plan in all_plans for step in plan.steps for p in step.products]
             assert any(p.terms for p in products) == Schedule.parse(name).beta, name
 
 
-# Broken plans. An edit of a rank's steps breaks them, of ranks 0 and 3 in turn.
+# Broken plans: an edit of the steps of rank 0 or 3.
 
 
 def adds_elsewhere(step: Step) -> bool:
@@ -203,7 +203,7 @@ def sends_on(step: Step) -> bool:
 
 
 def place_product_of_inputs(steps: list[Step]) -> None:
-    """Rows of A where the product should be."""
+    """Copy rows of A to the place of the product."""
     i = index(steps, "own")
     a, out = steps[i].products[0].a, steps[i].products[0].out
     transfer = Transfer(a._replace(col_stop=out.col_stop), out)
@@ -211,20 +211,20 @@ def place_product_of_inputs(steps: list[Step]) -> None:
 
 
 def release_later(steps: list[Step]) -> None:
-    """Hand the slot to one peer in a step of its own."""
+    """Release the slot to one peer in a separate step."""
     *rest, last = steps[-1].posts
     steps[-1] = steps[-1]._replace(posts=tuple(rest))
     steps.append(Step(None, "sync", "late", posts=(last,)))
 
 
 def round_first(steps: list[Step]) -> None:
-    """Round after the first product."""
+    """Round the sum after the first product."""
     last = steps.pop(index(steps, "sum>out"))
     steps.insert(index(steps, multiplies) + 1, last)
 
 
 def add_again(products: tuple[Product, ...]) -> tuple[Product, ...]:
-    """The products, the last of them twice."""
+    """Return the products, and the last product a second time."""
     return (*products, products[-1]._replace(accumulate=True))
 
 
@@ -257,18 +257,18 @@ def after_itself(part: Region) -> Region:
 
 
 def in_first(edit: Callable[[Region], Region]) -> Callable[[Any], Any]:
-    """The parts, the first of them changed."""
+    """Return an edit of the first part."""
     return lambda parts: (edit(parts[0]), *parts[1:])
 
 
 def one_aside(parts: Any) -> Any:
-    """The parts, one from a peer in other columns."""
+    """Return the parts; the first part from a peer is in other columns."""
     i = next(i for i, part in enumerate(parts) if part.buffer == "staging")
     return *parts[:i], right(-parts[i].cols)(parts[i]), *parts[i + 1 :]
 
 
 def all_in(**fields: Any) -> Callable[[Any], Any]:
-    """The parts with other fields."""
+    """Return an edit that replaces fields of all parts."""
     return lambda parts: tuple(part._replace(**fields) for part in parts)
 
 
@@ -280,10 +280,10 @@ EARLY, IN_USE, UNSUMMED = "before it is written", "may still use a slot", "leave
 WHOLE, TAKES = "something else than the whole", "takes rows of another block"
 UNKNOWN = "holds no work that engines know"
 AGAIN = "adds rows of A that another product adds"
-#: All of 32 terms but the last: rows of B, columns of A.
+#: The first 31 of 32 terms: rows of B, columns of A.
 FEWER = {"b": {"row_stop": 31}, "a": {"col_stop": 31}}
 OWN = {"buffer": "partial"}
-#: By problem and schedule: what is wrong, how, and what the proof says.
+#: By problem and schedule: name of the fault, edit, and error of the proof.
 BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
     (PROBLEM, "growing"): {
         "no wait": (change(awaits_data, waits=()), "never waited for"),
@@ -296,7 +296,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "a word cleared early": (clear_first, "may be cleared before"),
         "a word cleared late": (clear_late, "may be posted before it is cleared"),
         "one word for two": (
-            change(is_copy, posts=lambda posts: tuple(one._replace(slot=1) for one in posts)),
+            change(is_copy, posts=lambda posts: tuple(post._replace(slot=1) for post in posts)),
             "shares its word",
         ),
         "no copy": (idle(is_copy), f"reads what {UNWRITTEN}"),
@@ -468,17 +468,17 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
 @pytest.mark.parametrize(
     ("problem", "name", "edit", "words"),
     [
-        pytest.param(*key, edit, words, id=f"{key[0].operator}-{key[1]}-{what}")
-        for key, some in BROKEN.items()
-        for what, (edit, words) in some.items()
+        pytest.param(*key, edit, words, id=f"{key[0].operator}-{key[1]}-{fault}")
+        for key, faults in BROKEN.items()
+        for fault, (edit, words) in faults.items()
     ],
 )
-def test_broken_plans_are_caught(problem: Problem, name: str, edit: Edit, words: str) -> None:
+def test_broken_plans_are_refused(problem: Problem, name: str, edit: Edit, words: str) -> None:
     for rank in (0, 3):
         refused(edited(proven(name, problem), rank, edit), words)
 
 
-# Broken Plans of several ranks, or of other problems.
+# Broken plans of several ranks, and plans of other problems.
 
 Plans = list[Plan]
 PAIR, THREE = replace(PROBLEM, rows=(16,) * 2), replace(SUMMED, rows=(16,) * 3)
@@ -491,80 +491,80 @@ def on_all(edit: Edit) -> Callable[[Plans], Plans]:
 
 
 def buffer(name: str, **fields: Any) -> Callable[[Plans], Plans]:
-    """A buffer with other fields on all ranks."""
-    return lambda found: [with_buffer(plan, name, **fields) for plan in found]
+    """Return an edit that replaces fields of a buffer on all ranks."""
+    return lambda intact: [with_buffer(plan, name, **fields) for plan in intact]
 
 
 def travelling_in(dtype: str) -> Callable[[Plans], Plans]:
-    """Products in another dtype on their way."""
-    return lambda found: buffer("publish", dtype=dtype)(buffer("staging", dtype=dtype)(found))
+    """Return an edit that transfers products in another dtype."""
+    return lambda intact: buffer("publish", dtype=dtype)(buffer("staging", dtype=dtype)(intact))
 
 
 def on_each(edit: Callable[[Plan], Plan]) -> Callable[[Plans], Plans]:
-    return lambda found: list(map(edit, found))
+    return lambda intact: list(map(edit, intact))
 
 
 def on_one(edit: Callable[[Plan], Plan]) -> Callable[[Plans], Plans]:
-    """Another Plan on rank 1."""
-    return lambda found: [found[0], edit(found[1]), *found[2:]]
+    """Return an edit of the plan of rank 1."""
+    return lambda intact: [intact[0], edit(intact[1]), *intact[2:]]
 
 
 def signal(rank: int, suits: Callable[[Step], Any], **fields: Any) -> Callable[[Plans], Plans]:
-    """The signal of a rank's first step that suits with other fields, wherever it is named."""
+    """Return an edit of all uses of the signal of a rank's first step that ``suits``."""
 
-    def rename(found: Plans) -> Plans:
-        steps = found[rank].steps
-        return renamed(found, steps[index(steps, suits)].posts[0], **fields)
+    def rename(intact: Plans) -> Plans:
+        steps = intact[rank].steps
+        return renamed(intact, steps[index(steps, suits)].posts[0], **fields)
 
     return rename
 
 
 def used_by_another_rank(role: str) -> Callable[[Plans], Plans]:
-    """Rank 3 waits for, or clears, what rank 2 should."""
+    """Return an edit that moves a wait or a clear from rank 2 to rank 3."""
 
-    def swap_roles(found: Plans) -> Plans:
-        taken = next(getattr(step, role) for step in found[2].steps if getattr(step, role))
+    def swap_roles(intact: Plans) -> Plans:
+        taken = next(getattr(step, role) for step in intact[2].steps if getattr(step, role))
         drop = change(lambda step: getattr(step, role) == taken, **{role: taken[1:]})
         take = change(retires, **{role: lambda held: (*held, taken[0])})
-        return edited(edited(found, 2, drop), 3, take)
+        return edited(edited(intact, 2, drop), 3, take)
 
     return swap_roles
 
 
-def cleared_for_nothing(found: Plans) -> Plans:
-    signal = found[2].steps[-1].clears[0]
-    return mapped(found, lambda one: None if one == signal else one, roles=("waits", "posts"))
+def cleared_for_nothing(intact: Plans) -> Plans:
+    signal = intact[2].steps[-1].clears[0]
+    return mapped(intact, lambda s: None if s == signal else s, roles=("waits", "posts"))
 
 
-def sums_return_early(found: Plans) -> Plans:
-    """To where products of other ranks are still read."""
+def sums_return_early(intact: Plans) -> Plans:
+    """Return sums into rows that a reduction of other products still reads."""
 
     def edit(step: Step) -> Step:
         if sends_back(step):
             return changed(step, dst=down(-16))
         return changed(step, src=down(-16)) if step.op == "place" else step
 
-    return [replace(plan, steps=tuple(map(edit, plan.steps))) for plan in found]
+    return [replace(plan, steps=tuple(map(edit, plan.steps))) for plan in intact]
 
 
-def another_rank_publishes(found: Plans) -> Plans:
+def another_rank_publishes(intact: Plans) -> Plans:
     symmetric = replace(PROBLEM, symmetric=True)
-    found = buffer("a", symmetric=True)([replace(plan, problem=symmetric) for plan in found])
-    check(found)
-    return edited(found, 0, change("publish", src={"rank": 1}))
+    intact = buffer("a", symmetric=True)([replace(plan, problem=symmetric) for plan in intact])
+    check(intact)
+    return edited(intact, 0, change("publish", src={"rank": 1}))
 
 
-def pieces_of_a_ring_swapped(found: Plans) -> Plans:
-    """Two pieces land in each other's places, where the next rank waits for both."""
+def pieces_of_a_ring_swapped(intact: Plans) -> Plans:
+    """Swap the destinations of two pieces; the next rank waits for both pieces."""
 
     def wait_for_both(steps: list[Step]) -> None:
         i, j, *_ = (i for i, step in enumerate(steps) if adds(step))
         steps[i] = steps[i]._replace(waits=steps[i].waits + steps[j].waits)
         steps[j] = steps[j]._replace(waits=())
 
-    found = edited(found, 1, wait_for_both)
-    check(found)
-    return edited(found, 0, swap(is_copy, "dst"))
+    intact = edited(intact, 1, wait_for_both)
+    check(intact)
+    return edited(intact, 0, swap(is_copy, "dst"))
 
 
 def sum_first_on_one_lane(steps: list[Step]) -> None:
@@ -577,30 +577,30 @@ def no_result(plan: Plan) -> Plan:
     return without_buffer(replace(plan, steps=steps), "out")
 
 
-def own_memory_as_shared(found: Plans) -> Plans:
-    (plan,) = found
+def own_memory_as_shared(intact: Plans) -> Plans:
+    (plan,) = intact
     a = plan.steps[0].products[0].a
     extra = Step(Transfer(a, a._replace(buffer="staging")), "compute0", "in")
     staging = Buffer("staging", "A", "bfloat16", ((16, 32),), "slot")
     return [replace(plan, steps=(*plan.steps, extra), buffers=(*plan.buffers, staging))]
 
 
-def landed_rows_sent_on(found: Plans) -> Plans:
-    """Rank 1 sends what it got from rank 0 on to rank 2, in place of what rank 0 has for that."""
+def landed_rows_sent_on(intact: Plans) -> Plans:
+    """Rank 1 forwards rows from rank 0 to rank 2, instead of the rows of rank 0 for rank 2."""
 
     def send_on(steps: list[Step]) -> None:
         own, acquire, send, other, product, *rest, retire = steps
-        here = Region("staging", 1, 0, 4, 0, 32)
-        on = Transfer(here, here._replace(rank=2))
-        more = Step(on, "compute0", "0.0>2", after=(1,))
+        arrived = Region("staging", 1, 0, 4, 0, 32)
+        forward = Transfer(arrived, arrived._replace(rank=2))
+        extra = Step(forward, "compute0", "0.0>2", after=(1,))
         send = send._replace(lane="compute0")
         retire = retire._replace(after=(6, 2))
-        steps[:] = [own, acquire, other, product, more, send, *rest, retire]
+        steps[:] = [own, acquire, other, product, extra, send, *rest, retire]
 
-    return edited(edited(found, 0, idle("0.0>2")), 1, send_on)
+    return edited(edited(intact, 0, idle("0.0>2")), 1, send_on)
 
 
-def rows_moved_to_where_they_are_read(found: Plans) -> Plans:
+def rows_moved_to_where_they_are_read(intact: Plans) -> Plans:
     def move_down(steps: list[Step]) -> None:
         i = index(steps, awaits_data)
         (product,) = steps[i].products
@@ -610,11 +610,11 @@ def rows_moved_to_where_they_are_read(found: Plans) -> Plans:
         steps.insert(i, aside)
         steps[-1] = steps[-1]._replace(after=tuple(j + (j >= i) for j in steps[-1].after))
 
-    return edited(buffer("staging", shapes=((12, 32),) * 2)(found), 1, move_down)
+    return edited(buffer("staging", shapes=((12, 32),) * 2)(intact), 1, move_down)
 
 
-def rows_written_twice(found: Plans) -> Plans:
-    """Which do not make up for rows left out."""
+def rows_written_twice(intact: Plans) -> Plans:
+    """Write rows twice and leave out as many rows."""
 
     def write_twice(steps: list[Step]) -> None:
         i, j = (i for i, step in enumerate(steps) if multiplies(step))
@@ -625,11 +625,11 @@ def rows_written_twice(found: Plans) -> Plans:
         steps[i] = changed(steps[i], products=(parts[0],))
         steps[j] = changed(steps[j], products=tuple(parts[1:]))
 
-    return edited(found, 0, write_twice)
+    return edited(intact, 0, write_twice)
 
 
 def sums_exchanged_aside(plan: Plan) -> Plan:
-    """Though all ranks get them."""
+    """Exchange sums out of place although all ranks receive them."""
     product, exchange = plan.steps
     partial = Buffer("partial", "A @ B", "bfloat16", ((64, 24),) * 4, "local", leaves=True)
     product = changed(product, out={"buffer": "partial"})
@@ -638,7 +638,7 @@ def sums_exchanged_aside(plan: Plan) -> Plan:
 
 
 def sums_exchanged_in_place(plan: Plan) -> Plan:
-    """Though one rank gets them."""
+    """Exchange sums in place although one rank receives them."""
     product, exchange = plan.steps
     out = Region("out", plan.rank, 0, plan.shape("out")[0], 0, plan.shape("out")[1])
     product = changed(product, a={"row_stop": out.rows}, out=out)
@@ -651,26 +651,26 @@ def half_exchanged(plan: Plan) -> Plan:
     exchange, *rest = plan.steps
     assert isinstance(exchange.work, LibraryMove)
     half = Buffer("half", "A", "bfloat16", ((4, 32),) * 2, "local", leaves=True)
-    here = exchange.work.src._replace(row_stop=4)
-    there = here._replace(buffer="half")
-    place = Step(Transfer(here, there), exchange.lane, "half")
+    rows = exchange.work.src._replace(row_stop=4)
+    copied = rows._replace(buffer="half")
+    place = Step(Transfer(rows, copied), exchange.lane, "half")
     rest = [step._replace(after=tuple(i + 1 for i in step.after)) for step in rest]
-    steps = place, changed(exchange, src=there), *rest
+    steps = place, changed(exchange, src=copied), *rest
     return replace(plan, steps=steps, buffers=(*plan.buffers, half))
 
 
 UNBEGUN = "may not have begun"
 QUEUE, OTHER, SPECIFIED = "hardware queue", "something else", "not those that are specified"
 PULLED, SYMMETRIC = f"{FUSED}:pull", replace(PROBLEM, symmetric=True)
-SPOILT: list[tuple[Problem, str, Callable[[Plans], Plans], str]] = [
-    # Signals that go missing altogether.
+BROKEN_ON_SEVERAL_RANKS: list[tuple[Problem, str, Callable[[Plans], Plans], str]] = [
+    # All signals of a kind are missing.
     (SYMMETRIC, PULLED, without_kinds("valid"), UNBEGUN),
     (SYMMETRIC, PULLED, without_kinds("valid", "done"), UNBEGUN),
     (SYMMETRIC, FUSED, without_kinds("ready"), EARLY),
     (SUMMED, "ring", without_kinds("ready"), EARLY),
     (SENT, PULLED, without_kinds("valid", "done"), EARLY),
     (RETURNED, FUSED, without_kinds("summed"), EARLY),
-    # Signals that are wrong wherever they are named.
+    # All uses of a signal are wrong.
     (PROBLEM, "growing", signal(1, is_copy, last=17), "out copied rows"),
     (PROBLEM, "growing", signal(1, is_copy, word=9999), "outside the pads"),
     (PROBLEM, "growing", signal(1, is_copy, word=1), "used twice"),
@@ -681,7 +681,7 @@ SPOILT: list[tuple[Problem, str, Callable[[Plans], Plans], str]] = [
     (PROBLEM, "growing", used_by_another_rank("waits"), "another rank than it says"),
     (PROBLEM, "growing", used_by_another_rank("clears"), "another rank than it says"),
     (PROBLEM, "growing", cleared_for_nothing, "cleared, and nobody waits for it"),
-    # Circles, and what is one only in a single queue.
+    # Circles, and circles only in a single hardware queue.
     (PAIR, "shard-overlap", on_all(wait_first), QUEUE),
     (PAIR, "shard-overlap", on_all(on_one_lane), "circle"),
     (THREE, "hetero-fused-1d:pieces=1,beta", on_all(put_first(sums)), QUEUE),
@@ -694,11 +694,11 @@ SPOILT: list[tuple[Problem, str, Callable[[Plans], Plans], str]] = [
     (TRIO, "shard-overlap", landed_rows_sent_on, "passes on what is for others"),
     (TWO, "shard-overlap", rows_moved_to_where_they_are_read, "moves to where it still reads"),
     (SHORT, "uniform-fused-2d:pieces=2", rows_written_twice, "12 of 24 elements of out"),
-    # Collectives move the whole, in place if all ranks get the sums.
+    # Collectives move whole operands, in place if all ranks receive the sums.
     (RETURNED, "serial:collective", on_each(sums_exchanged_aside), WHOLE),
     (replace(SUMMED, rows=(8, 0)), "serial:collective", on_each(sums_exchanged_in_place), WHOLE),
     (TWO, "serial:collective", on_each(half_exchanged), WHOLE),
-    # Ranks have the same buffers, and list those that they use.
+    # Ranks have the same buffers and list all buffers in use.
     (TWO, "shard-overlap", on_one(no_result), "rank 1 lacks operands or results"),
     (PROBLEM, COLUMNS, on_one(lambda plan: without_buffer(plan, "sum")), "leaves the buffer"),
     *(
@@ -712,7 +712,7 @@ SPOILT: list[tuple[Problem, str, Callable[[Plans], Plans], str]] = [
             (lambda plan: replace(plan, buffers=plan.buffers + plan.buffers[:1]), "of one name"),
         )
     ),
-    # Buffers are what steps take them for.
+    # Fields of buffers agree with their steps.
     *(
         (SUMMED, PULLED, buffer(name, **fields), words)
         for name, fields, words in (
@@ -733,32 +733,32 @@ SPOILT: list[tuple[Problem, str, Callable[[Plans], Plans], str]] = [
     ),
     (SUMMED, PULLED, travelling_in("float8_e5m2"), "rounds what out does not"),
     (SUMMED, PULLED, travelling_in("float16"), "rounds what out does not"),
-    # Ranks have Plans of one schedule, each its own.
-    (PROBLEM, "growing", lambda found: [found[0], *found[:3]], OTHER),
-    (PROBLEM, "growing", lambda found: [*found[:3], proven("shrinking")[3]], OTHER),
-    (PROBLEM, "growing", lambda found: found[:3], "3 plans for 4 ranks"),
-    (PROBLEM, "growing", lambda found: [], "no plans"),
+    # Each rank has a plan of its own, all of one schedule.
+    (PROBLEM, "growing", lambda intact: [intact[0], *intact[:3]], OTHER),
+    (PROBLEM, "growing", lambda intact: [*intact[:3], proven("shrinking")[3]], OTHER),
+    (PROBLEM, "growing", lambda intact: intact[:3], "3 plans for 4 ranks"),
+    (PROBLEM, "growing", lambda intact: [], "no plans"),
 ]
 
 
-@pytest.mark.parametrize(("problem", "name", "spoil", "words"), SPOILT)
-def test_spoilt_plans_are_caught(
-    problem: Problem, name: str, spoil: Callable[[Plans], Plans], words: str
+@pytest.mark.parametrize(("problem", "name", "edit", "words"), BROKEN_ON_SEVERAL_RANKS)
+def test_broken_plans_of_several_ranks_are_refused(
+    problem: Problem, name: str, edit: Callable[[Plans], Plans], words: str
 ) -> None:
-    refused(spoil(proven(name, problem)), words)
+    refused(edit(proven(name, problem)), words)
 
 
-def test_early_reuse_of_a_stage_is_caught() -> None:
-    found = made("hetero-fused-1d", cap=gathered_bytes(PROBLEM) // 3)
-    assert 0 < found[0].stages < 4
-    check(found)
-    refused(edited(found, 1, reuse_early), "overwrites|may still be read|unordered")
+def test_early_reuse_of_a_stage_is_refused() -> None:
+    all_plans = build("hetero-fused-1d", cap=gathered_bytes(PROBLEM) // 3)
+    assert 0 < all_plans[0].stages < 4
+    check(all_plans)
+    refused(edited(all_plans, 1, reuse_early), "overwrites|may still be read|unordered")
 
 
 @pytest.mark.parametrize("packs", [False, True])
-def test_packed_columns_are_read_as_they_were_packed(packs: bool) -> None:
-    found = plans(TWO, Schedule.parse("uniform-fused-2d:pieces=2"), packs_columns=packs)
-    check(found)
+def test_packed_columns_are_read_with_the_packed_sizes(packs: bool) -> None:
+    all_plans = plans(TWO, Schedule.parse("uniform-fused-2d:pieces=2"), packs_columns=packs)
+    check(all_plans)
 
     def halves(steps: list[Step]) -> None:
         i = index(steps, awaits_data)
@@ -768,7 +768,7 @@ def test_packed_columns_are_read_as_they_were_packed(packs: bool) -> None:
         second = product._replace(a=a._replace(col=8), b=b._replace(row=8), accumulate=True)
         steps[i] = changed(steps[i], products=(first, second))
 
-    broken = edited(found, 0, halves)
+    broken = edited(all_plans, 0, halves)
     if packs:
         refused(broken, "cuts packed columns otherwise")
     else:
@@ -776,12 +776,12 @@ def test_packed_columns_are_read_as_they_were_packed(packs: bool) -> None:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_collectives_move_the_whole(operator: str) -> None:
-    found = proven("serial:collective", of(operator, [3, 5, 4]))
+def test_collectives_move_whole_operands(operator: str) -> None:
+    all_plans = proven("serial:collective", of(operator, [3, 5, 4]))
     for end in ("src", "dst"):
         less = change(is_collective, **{end: {"row_stop": lambda stop: stop - 1}})
-        refused(edited(found, 1, less), WHOLE)
-    refused(edited(found, 1, list.reverse), f"{UNWRITTEN}|{EARLY}|of a rank")
+        refused(edited(all_plans, 1, less), WHOLE)
+    refused(edited(all_plans, 1, list.reverse), f"{UNWRITTEN}|{EARLY}|of a rank")
 
 
 @pytest.mark.parametrize(
@@ -793,27 +793,27 @@ def test_collectives_move_the_whole(operator: str) -> None:
 )
 def test_24_ranks_with_24_pieces_are_proven(operator: str, name: str, stages: int) -> None:
     problem = Problem(operator, (1536,) * 24, 512, 1536, "bfloat16")
-    found = made(name, problem, stages * 64 * problem.k * problem.itemsize or None)
-    check(found)
-    assert found[0].stages == stages
+    all_plans = build(name, problem, stages * 64 * problem.k * problem.itemsize or None)
+    check(all_plans)
+    assert all_plans[0].stages == stages
 
 
 @pytest.mark.parametrize(("count", "generation"), [(MANY + 1, 2), (100, 0)])
-def test_many_new_tuples_are_old_at_once_and_few_are_left_alone(
+def test_many_new_objects_move_to_the_oldest_generation_and_few_do_not(
     count: int, generation: int
 ) -> None:
     gc.collect()
     with paused():
         assert not gc.isenabled()
-        made = [[] for _ in range(count)]
-        last = made[-1]
+        objects = [[] for _ in range(count)]
+        last = objects[-1]
     assert gc.isenabled()
-    assert any(one is last for one in gc.get_objects(generation))
-    gc.freeze()  # what a caller froze stays so
+    assert any(value is last for value in gc.get_objects(generation))
+    gc.freeze()  # objects frozen by a caller stay frozen
     try:
         frozen = gc.get_freeze_count()
         with paused():
-            made += [[] for _ in range(MANY + 1)]
+            objects += [[] for _ in range(MANY + 1)]
         assert gc.get_freeze_count() == frozen
     finally:
         gc.unfreeze()
