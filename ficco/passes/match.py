@@ -388,7 +388,7 @@ def _hoisted(
         needed.add(node)
         rest += node.all_input_nodes
     late = {node for node in needed if position[node] > position[place]}
-    write = write_between(place, chosen.node, held) if place is not chosen.node else None
+    write = write_between(place.prev, chosen.node, held)  # with place, which may write itself
     if late and write is None:
         write = next((n for n in span(place, chosen.node) if written(n)), None)
     if write is not None:
