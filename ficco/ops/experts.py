@@ -38,7 +38,7 @@ from ficco.ops.call import keep_to_cap, plain
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
 from ficco.ops.operands import check_dtype, process_group
 from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors
-from ficco.ops.routing import Blocks, Routing, make_routing, rounded, route
+from ficco.ops.routing import Blocks, Routing, check_route, make_routing, rounded, route
 from ficco.options import Options, current
 from ficco.problems.experts import LANDING, ExpertLayer, block_starts
 from ficco.problems.specification import FUNCTIONS, gated
@@ -640,6 +640,7 @@ def _trace(
         capacity, overflow = indices.limit, indices.overflow
     request = request._replace(facts={"capacity": capacity, **request.facts})
     if not isinstance(indices, Routing):
+        check_route(indices, _total(request, operands[2]), capacity, overflow)
         return EXPERTS_ALL.trace(request, (*operands, indices))
     if capacity is None or overflow != "drop":
         return EXPERTS_ALL.trace(request, (*operands, indices.indices))

@@ -292,7 +292,7 @@ def route(
     """
     traced, compiling = _watched(indices)
     members = process_group(group)
-    _check(indices, experts, capacity, on_overflow)
+    check_route(indices, experts, capacity, on_overflow)
     if traced and capacity is not None and on_overflow == "drop":
         counts, rows = overload(NAME)(indices, experts, capacity, members.group_name)
         return Routing(indices, experts, capacity, on_overflow, Placed(counts, None, rows))
@@ -354,7 +354,8 @@ def _asking(
     return routing
 
 
-def _check(indices: torch.Tensor, experts: int, capacity: int | None, overflow: str) -> None:
+def check_route(indices: torch.Tensor, experts: int, capacity: int | None, overflow: str) -> None:
+    """Raise ``ValueError`` for arguments of :func:`route` that are invalid in any call."""
     not_integer = indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool
     if indices.dim() != 2 or not_integer:
         raise ValueError(
