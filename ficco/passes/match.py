@@ -267,6 +267,9 @@ def _scale_of(
         if not travels:
             raise Leave("the scales of the rows lie in another order than the rows", chosen.node)
         between = [node for relayout in reversed(relayouts) for node in relayout.nodes]
+        write = write_between(gather, chosen.node, [*other.results, *between])
+        if write is not None:
+            raise Leave(f"{write.name} may write to the scales of the rows", chosen.node)
         return other.tensor, (*other.results, *between)
     if call.name != "all_gather_into_tensor" or rows != canonical(rows):
         raise Leave("the scales of the rows do not travel with them", chosen.node)
