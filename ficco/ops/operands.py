@@ -360,6 +360,15 @@ def check_operands(
     check_dtype(a)
 
 
+def check_dense(**tensors: torch.Tensor) -> None:
+    """Raise ``NotImplementedError`` for sparse tensors, passed by name."""
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{name}: sparse tensors are not served; pass a dense one (.to_dense())"
+            )
+
+
 def check_dtype(a: torch.Tensor) -> None:
     """Raise ``NotImplementedError`` for a dtype that no engine of the device serves."""
     served = [name for name in ITEMSIZE if name != "float64" or a.device.type == "cpu"]
@@ -383,11 +392,7 @@ def problem_of_operands(
         ValueError, NotImplementedError: an operand is wrong, or not supported.
     """
     left, inner = LEFT[operator], OPERATORS[operator].inner
-    for name, tensor in ((left, a), ("b", b)):
-        if tensor.layout is not torch.strided:
-            raise NotImplementedError(
-                f"{name}: sparse tensors are not served; pass a dense one (.to_dense())"
-            )
+    check_dense(**{left: a, "b": b})
     if isinstance(rows, torch.Tensor):
         raise ValueError(
             f"rows: required numbers on the CPU, got a tensor on {rows.device}; pass its "
