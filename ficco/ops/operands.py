@@ -196,6 +196,7 @@ def check_types(scales: Scales) -> None:
                 "scale_a, scale_b, bias, out_dtype and use_fast_accum are for operands of float8: "
                 "pass both scales, or none of these"
             )
+    check_dense(**scales.tensors)
     if scales.out_dtype is not None and not isinstance(scales.out_dtype, torch.dtype):
         raise ValueError(f"out_dtype: required a torch.dtype or None, got {scales.out_dtype!r}")
     if not isinstance(scales.use_fast_accum, bool):
