@@ -129,7 +129,7 @@ def problem_of_sizes(
             "rows", f"required none for {operator}, whose result is the same everywhere"
         )
     each = rows if isinstance(rows, Iterable) else ()
-    counts = [list(count) if isinstance(count, Sequence) else count for count in each]
+    counts: list[Any] = [list(count) if isinstance(count, Sequence) else count for count in each]
     width = world if kind.blocks else None
     widths = [len(count) if isinstance(count, list) else None for count in counts]
     fits = widths == [width] * world
