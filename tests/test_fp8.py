@@ -309,6 +309,7 @@ BAD = (
     ),
     Bad(("[8, 1] and [1, 16]", "[16, 1] and [1, 16]", "got [9, 1]"), {"scale_a": ones(9, 1)}),
     Bad(("got [8] and",), {"scale_a": ones(8)}),
+    Bad(("scale_a: sparse", ".to_dense()"), {"scale_a": ones(8, 1).to_sparse()}, MISSING),
     Bad(("got [8, 1] and [1, 1]",), {"scale_b": ones(1, 1)}, k=144),
     Bad(("n: required a multiple of 16", "got 24", "pad"), {}, INVALID, n=24),
     Bad(("k: required a multiple of 16", "got 24", "pad"), {}, INVALID, k=24),

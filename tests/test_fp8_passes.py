@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from ranks import Rank, on_ranks, run
 from test_fp8 import OPERATORS, ScaledCase, made
 from test_library import compiled
@@ -202,7 +203,14 @@ def _scale_from_rows(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Te
     return times(a, w, a.float().amax(1, True), t)
 
 
+def _written_scales(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor:
+    of = funcol.wait_tensor(gather(s, 0, g))
+    of.view(-1).mul_(2)
+    return times(gather(x, 0, g), w, of, t)
+
+
 LEFT: dict[str, Callable[..., Any]] = {
+    "mul_ may write to the scales of the rows": _written_scales,
     "lie in another order": _other_order,
     "do not travel with them": lambda x, w, s, t, b, g: times(exchange(x, g), w, s, t),
     "scale_result": _scale_of_result,
