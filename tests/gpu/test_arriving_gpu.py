@@ -174,7 +174,7 @@ def _never(at: Rank, in_kernel: bool) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize("in_kernel", [True, False], ids=["kernel", "stream"])
-def test_rows_that_never_come_end_the_kernels_that_wait(in_kernel: bool) -> None:
+def test_missing_rows_end_waiting_kernels(in_kernel: bool) -> None:
     outcome = run(2, _never, in_kernel, device="cuda")[0]
     error = outcome["first"]
     assert isinstance(error, Failure) and error.type == "SignalTimeout", error

@@ -55,11 +55,11 @@ def _chosen(at: Rank) -> None:
     assert (memory(world, hosts=near), memory(world, hosts=separate)) == ("ipc", "torch")
     # PyTorch's symmetric memory has another backend, e.g. by FSDPModule.set_symm_mem_for_comm.
     assert (memory(world, backend="NCCL"), memory(world, backend=None)) == ("ipc", "torch")
-    # A group of the job's size but with another store.
+    # A group of the job's size, with ranks outside the job.
     assert memory(dist.ProcessGroup(store, at.rank, at.world)) == "ipc"
 
 
-def test_ranks_that_are_not_all_of_the_job_share_by_handles(cuda: Any) -> None:
+def test_subgroups_share_memory_by_handles(cuda: Any) -> None:
     run(4, _chosen)
 
 

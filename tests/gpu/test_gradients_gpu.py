@@ -1,4 +1,4 @@
-"""Gradients on GPUs: streams, memory, and the tests of ``test_gradients.py`` for each device."""
+"""Gradients on GPUs: streams, memory, and device-dependent tests of ``test_gradients.py``."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def captured_over_hosts() -> list[str]:
         ("experts", "auto"),
     ],
 )
-def test_calls_are_captured_where_nccl_goes_between(name: str, schedule: str) -> None:
+def test_calls_are_captured_with_nccl_between_hosts(name: str, schedule: str) -> None:
     need_own_gpus(2)
     cases = alike(name, 2, [schedule] * (SLOTS + 1))
     assert run(2, _captured, 2, cases, device="cuda") == [None, None]
@@ -148,13 +148,13 @@ def _long(at: Rank, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["serial", "hetero-fused-1d:pieces=2", "uniform-fused-2d"])
-def test_long_messages_are_captured_where_nccl_goes_between(schedule: str) -> None:
+def test_long_messages_are_captured_with_nccl_between_hosts(schedule: str) -> None:
     """In a graph NCCL registers the memory of long messages, which both sides have to do."""
     need_own_gpus(2)
     run(2, _long, schedule, device="cuda")
 
 
-def test_calls_in_a_capture_are_refused_where_gloo_goes_between() -> None:
+def test_calls_in_a_capture_are_refused_with_gloo_between_hosts() -> None:
     if backend_on_gpus(2) == "nccl":
         pytest.skip("NCCL goes between hosts of one rank here; ranks that share a GPU have gloo")
     cases = alike("all_gather_matmul", 2, ["growing"] * (SLOTS + 1))

@@ -149,8 +149,8 @@ def _described(op: Any) -> str:
 @pytest.mark.multigpu
 @pytest.mark.parametrize("signals", ["write", "copy"])
 def test_a_launch_includes_its_signals(signals: str) -> None:
-    """The stream itself waits only before and after products."""
+    """The stream itself waits only if products run at the same time."""
     front = ["1 waits, a launch, 2 writes, 1 waits"]
     assert run(2, _enqueued, "serial:kernel", signals, device="cuda") == [front] * 2
-    between_products = ["WAIT_VALUE_32", "0 waits, a launch, 2 writes, 0 waits", "WAIT_VALUE_32"]
-    assert run(2, _enqueued, "growing:kernel", signals, device="cuda") == [between_products] * 2
+    overlapped = ["WAIT_VALUE_32", "0 waits, a launch, 2 writes, 0 waits", "WAIT_VALUE_32"]
+    assert run(2, _enqueued, "growing:kernel", signals, device="cuda") == [overlapped] * 2

@@ -70,7 +70,7 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert summary["vs_queued"].notna().sum() == 1
 
 
-def test_figures_of_what_is_missing_and_of_the_slowest() -> None:
+def test_figures_with_missing_times_and_of_the_slowest_rank() -> None:
     assert slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]).tolist() == [2.0, 5.0]
     assert report.geomean([0.5, 2.0, math.nan]) == pytest.approx(1.0)
     assert math.isnan(report.geomean([])) and math.isnan(report.geomean([math.nan]))
@@ -91,7 +91,7 @@ def test_figures_of_what_is_missing_and_of_the_slowest() -> None:
 # Shapes and candidates.
 
 
-def test_the_sets_are_those_that_are_published() -> None:
+def test_sets_have_the_published_shapes() -> None:
     sizes = [(case.m, case.n, case.k) for case in cases.SETS["measured"]()]
     assert len(sizes) == 8 and sizes[0] == (32768, 2048, 8192)
     assert [len(cases.SETS[name]()) for name in ("small", "scenarios", "waiting")] == [9, 16, 15]
@@ -111,7 +111,7 @@ def test_the_sets_are_those_that_are_published() -> None:
     assert case.skipped(4, 1 << 40) == ""
 
 
-def test_experts_are_as_one_rank_of_eight_sees_them() -> None:
+def test_experts_have_the_sizes_of_one_rank_of_eight() -> None:
     by_name = {case.name: case for case in cases.experts()}
     assert list(by_name) == ["g13", "g14", "g15", "g16"]
     assert by_name["g14"].problem(4).blocks == ((147456 // 8 // 4,) * 4,) * 4
@@ -145,7 +145,7 @@ def _problem(operator: str, world: int = 4, m: int = 32, n: int = 16, k: int = 2
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
+def test_each_operator_has_its_candidates(operator: str) -> None:
     problem, offered = _problem(operator), choose(None)
     assert len({candidate.name for candidate in offered}) == len(offered)
     assert len(offered) == len(table.REFERENCES) + len(table.SCHEDULES)
@@ -297,7 +297,7 @@ def _references(at: ranks.Rank, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["float32", "fp8-tensor", "fp8-row", "fp8-block"])
-def test_references_give_what_each_operator_promises(kind: str) -> None:
+def test_references_of_each_operator_are_right(kind: str) -> None:
     assert ranks.run(2, _references, kind) == [[], []]
 
 
@@ -395,7 +395,7 @@ def _together(at: ranks.Rank) -> tuple[list[int], list[Any]]:
     return decisions, outcomes
 
 
-def test_ranks_hear_what_rank_0_decides_and_what_fails_on_one_of_them() -> None:
+def test_ranks_share_decisions_and_failures() -> None:
     message = "MemoryError: no room"
     for rank, (decisions, outcomes) in enumerate(ranks.run(2, _together)):
         assert decisions == list(range(200))
@@ -437,7 +437,7 @@ def test_ranks_meet_between_hosts_during_collectives_of_their_group() -> None:
 # Exact calls.
 
 
-def test_exact_calls_are_shuffled_alike_on_all_ranks_and_each_has_its_inputs() -> None:
+def test_exact_calls_have_one_order_on_all_ranks_and_new_inputs() -> None:
     operands = Operands(_problem(OPERATOR, world=1), 0, torch.device("cpu"))
     operands.exact_b()
     inputs: list[torch.Tensor] = []
@@ -485,9 +485,7 @@ ONE_RANK: Any = SimpleNamespace(
 
 
 @pytest.mark.parametrize(("stale_after", "status"), [(99, "skipped"), (1, "wrong"), (0, "wrong")])
-def test_replays_are_proven_on_inputs_of_their_own(
-    stale_after: int, status: str, monkeypatch: Any
-) -> None:
+def test_replays_are_proven_on_new_inputs(stale_after: int, status: str, monkeypatch: Any) -> None:
     work = ProductWork(Case("", 32, 16, 24, "float32"), ONE_RANK)
     operands = work.operands
     operands.exact_b()
@@ -535,7 +533,7 @@ def _timed(clock: _Clock) -> list[Item]:
     return items
 
 
-def test_calls_are_warmed_up_and_find_a_card_that_has_rested_as_long() -> None:
+def test_calls_are_warmed_up_and_sleep_equally_long() -> None:
     # Calls that allocate memory do not count as long calls.
     clock = _Clock(
         grows=[(0.4, 0.3), (0.3, 0.2), (0.02, 1e-3), (0.01, 5e-4)], is_long=[(0.2, 1e-4)]
@@ -556,7 +554,7 @@ def test_calls_are_warmed_up_and_find_a_card_that_has_rested_as_long() -> None:
 
 
 @contextmanager
-def _spoilt(operator: str, rank: int) -> Iterator[None]:
+def _corrupted(operator: str, rank: int) -> Iterator[None]:
     """Multiply the results of an operator by the rank plus one."""
     right = getattr(ficco, operator)
     with pytest.MonkeyPatch.context() as patch:
@@ -574,7 +572,7 @@ def _benched(at: ranks.Rank, folder: Path) -> pd.DataFrame | None:
         modes=("idle",), device="cpu", rounds=2, seconds=600.0, csv=folder / "family.csv",
         quiet=True,
     )  # fmt: skip
-    with _spoilt("matmul_reduce_scatter", at.rank):
+    with _corrupted("matmul_reduce_scatter", at.rank):
         return bench(settings)
 
 
@@ -614,7 +612,7 @@ def _layered(at: ranks.Rank, folder: Path) -> list[Any]:
     with torch._dynamo.config.patch(recompile_limit=1):
         tables = [bench(settings)]
     for operator in ("all_gather_matmul", "matmul_reduce_scatter"):
-        with _spoilt(operator, at.rank), pytest.MonkeyPatch.context() as patch:
+        with _corrupted(operator, at.rank), pytest.MonkeyPatch.context() as patch:
             patch.setattr(layers, "WAYS", ways)
             faulty = replace(settings, cases=settings.cases[:1], csv=folder / f"{operator}.csv")
             tables.append(bench(faulty))
@@ -622,7 +620,7 @@ def _layered(at: ranks.Rank, folder: Path) -> list[Any]:
 
 
 def test_layers_are_proven_and_timed_and_one_with_a_wrong_step_is_not(tmp_path: Path) -> None:
-    (rows, *spoilt), no_rows = ranks.run(2, _layered, tmp_path, timeout=250.0)
+    (rows, *corrupted), no_rows = ranks.run(2, _layered, tmp_path, timeout=250.0)
     assert set(no_rows) == {None} and len(rows) == 2 * len(layers.WAYS)
     for row in rows.itertuples():
         if row.way == layers.ASYNC_TP:
@@ -634,7 +632,7 @@ def test_layers_are_proven_and_timed_and_one_with_a_wrong_step_is_not(tmp_path: 
     page = harness.report(layers.SUBJECT, LAYERS.read(tmp_path / "layers.csv"), {}, "name")
     assert "| mlp: 256 tokens, 128, 512, 256 | auto |" in page
     assert "- pytorch-async-tp of attention: skipped" in page
-    for rows in spoilt:
+    for rows in corrupted:
         by_way = rows.set_index("way")
         assert by_way["status"].to_dict() == {"pytorch-serial": "ok", "auto": "wrong"}
         assert by_way["note"]["auto"] != ""
@@ -649,7 +647,7 @@ WAYS = (
 )
 
 
-def _ways(at: ranks.Rank, folder: Path, workload: int, spoilt: tuple[str, ...]) -> list[Any]:
+def _ways(at: ranks.Rank, folder: Path, workload: int, corrupted: tuple[str, ...]) -> list[Any]:
     """Bench all ways, then two ways without time left and with corrupted operators."""
     room, indivisible, _, _ = WAYS[workload]
     cases = (*room.SHAPES["cpu"], replace(room.SHAPES["cpu"][0], name="odd", **indivisible))
@@ -665,8 +663,8 @@ def _ways(at: ranks.Rank, folder: Path, workload: int, spoilt: tuple[str, ...]) 
         patch.setattr(attention, "SCHEDULES", shortened)
         tables = [bench(options) for options in (settings if workload else some_ways, late)]
         with ExitStack() as stack:
-            for operator in spoilt:
-                stack.enter_context(_spoilt(operator, at.rank))
+            for operator in corrupted:
+                stack.enter_context(_corrupted(operator, at.rank))
             tables.append(bench(short))
     return tables
 
@@ -676,8 +674,8 @@ def test_ways_are_proven_and_timed_and_wrong_ones_are_not(
     tmp_path: Path, workload: int, capsys: Any
 ) -> None:
     room, _, operator, note = WAYS[workload]
-    spoilt = ("experts",) if workload == 0 else ("all_gather_attention", "ulysses_attention")
-    (rows, late, wrong), no_rows = ranks.run(2, _ways, tmp_path, workload, spoilt, timeout=300.0)
+    corrupted = ("experts",) if workload == 0 else ("all_gather_attention", "ulysses_attention")
+    (rows, late, wrong), no_rows = ranks.run(2, _ways, tmp_path, workload, corrupted, timeout=300.0)
     assert set(no_rows) == {None}
     assert set(rows["status"]) == {"ok", "skipped"} and rows["note"].iloc[-1] == note
     ok = rows[rows["status"] == "ok"]
@@ -723,7 +721,7 @@ def test_ways_are_proven_and_timed_and_wrong_ones_are_not(
     for _, of_case in missed.groupby("operator" if workload else "case"):
         assert sorted(of_case["way"]) == ways
     assert set(missed["note"]) == {"wrong result on ranks [1]"} and (wrong["status"] == "ok").any()
-    assert not workload or set(missed["operator"]) == set(spoilt)
+    assert not workload or set(missed["operator"]) == set(corrupted)
     assert set(late["note"]) == {"out of time (-1 s)"} and set(late["status"]) == {"skipped"}
 
 
@@ -758,7 +756,7 @@ def test_routes_are_as_skewed_as_the_case_and_attention_is_alike_on_random_data(
         assert max(differences) < 1e-5  # float32, of means of about 1
 
 
-def test_a_way_that_does_not_call_what_it_is_named_after_is_refused() -> None:
+def test_a_way_must_call_the_operation_of_its_name() -> None:
     with pytest.raises(RuntimeError, match="does not call fused_all_gather"):
         layers.require(("aten::add", "fused_all_gather"), lambda: torch.ones(2) + 1)
 
@@ -898,7 +896,7 @@ def test_operators_have_the_collectives_of_their_exchange() -> None:
 
 
 @pytest.mark.parametrize("name", COPY_ENGINES)
-def test_a_collective_says_what_it_lacks(name: str, rocm: pytest.MonkeyPatch) -> None:
+def test_a_collective_names_its_missing_requirement(name: str, rocm: pytest.MonkeyPatch) -> None:
     variables = dict(COPY_ENGINES[name].variables)
     first, value = variables.popitem()
     for variable, setting in variables.items():
@@ -916,7 +914,7 @@ def test_a_collective_says_what_it_lacks(name: str, rocm: pytest.MonkeyPatch) ->
     assert lacking(name, CARD, True) == ""
 
 
-def test_hipblaslt_is_asked_for_and_left(rocm: pytest.MonkeyPatch) -> None:
+def test_hipblaslt_is_preferred_only_in_the_context(rocm: pytest.MonkeyPatch) -> None:
     """PyTorch returns the library in use, which differs from the requested one on some GPUs."""
     backends = torch._C._BlasBackend
     chosen, offered = [backends.Default], {"hipblaslt": backends.Cublaslt}

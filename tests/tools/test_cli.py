@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
         (f"{ATTENDS} --workspace-bytes 2100 --rank 3", ["2 steps at once"]),
     ],
 )
-def test_what_plans_and_decisions_say(arguments: str, expected: list[str], ran: Any) -> None:
+def test_output_of_plan_and_explain(arguments: str, expected: list[str], ran: Any) -> None:
     output = ran(arguments).out
     assert all(text in output for text in expected)
     assert output.count(f"{output.partition('(')[0]}(") == 1
@@ -482,7 +482,7 @@ def test_doctor_describes_this_machine_and_its_choices_for_a_number_of_ranks(
     assert message in ran("doctor --device cpu").out
 
 
-def test_doctor_survives_what_is_broken(monkeypatch: Any) -> None:
+def test_doctor_survives_errors(monkeypatch: Any) -> None:
     def broken(*_: object) -> None:
         raise OSError("no such driver")
 
@@ -539,7 +539,7 @@ def test_the_demo_takes_gpus_where_there_are_any(monkeypatch: Any) -> None:
     assert devices == [("cuda", "cuda"), ("cpu", "cpu")]
 
 
-def test_the_demo_says_why_auto_takes_a_schedule_and_what_is_wrong() -> None:
+def test_the_demo_explains_auto_and_names_wrong_results() -> None:
     decision = decide(Case("", 768, 384, 768, "float32").problem(4), machine=find("cpu", None))
     assert decision.why in demo.about_times(decision, torch.device("cpu")).replace("\n", " ")
     for exact_schedules, exact_y, message in (

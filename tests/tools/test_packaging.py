@@ -266,7 +266,7 @@ def without_extra(tmp_path: Path) -> Callable[..., Ended]:
     return run
 
 
-def test_what_needs_no_extra_works_without_it(without_extra: Callable[..., Ended]) -> None:
+def test_commands_that_need_no_extra_work_without_it(without_extra: Callable[..., Ended]) -> None:
     for words, message in (
         (["explain", *SIZES, "--machine", "h200-4"], "predicted"),
         (["doctor", "--device", "cpu", "--ranks", "2"], "right on every rank"),
@@ -282,7 +282,7 @@ def test_what_needs_no_extra_works_without_it(without_extra: Callable[..., Ended
     python("-c", f"{WITHOUT_EXTRA}\nimport {', '.join(names)}", cwd=ROOT)
 
 
-def test_what_needs_the_extra_says_how_to_install_it(without_extra: Callable[..., Ended]) -> None:
+def test_commands_that_need_the_extra_name_it(without_extra: Callable[..., Ended]) -> None:
     for words in (
         ["demo", "--device", "cpu"],
         ["bench", "--device", "cpu"],

@@ -18,7 +18,9 @@ def script(monkeypatch: Any) -> Any:
     return importlib.import_module("rocjitsu")
 
 
-def test_it_says_what_is_missing(script: Any, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+def test_missing_requirements_are_named(
+    script: Any, tmp_path: Path, monkeypatch: Any, capfd: Any
+) -> None:
     """Messages without an emulator, and with a double that runs the command after ``--``."""
     command, config = tmp_path / "rocjitsu", tmp_path / "config.json"
     assert "required the command rocjitsu" in script.lacking(config)

@@ -248,7 +248,7 @@ FAILING: dict[str, tuple[Callable[[], None], dict[str, float], str, str]] = {
         *("copies by kernel", "rank 1: BackendError: moduleLoad"),
     ),
     "dies": (partial(_by_kernel, partial(os._exit, 7)), {}, "copies by kernel", "exit code 7"),
-    "stands still": (
+    "hangs": (
         *(partial(_by_kernel, partial(time.sleep, 1000)), {"limit_s": 3.0}),
         *("copies by kernel", "limit 3 s"),
     ),
@@ -269,7 +269,7 @@ def test_a_rank_that_fails(fault: str, monkeypatch: Any) -> None:
     assert failed(checks) == {check} and message in checks[check].seen
 
 
-def test_the_command_tells_of_ranks_that_do_not_start(
+def test_the_command_reports_ranks_that_do_not_start(
     monkeypatch: Any, tmp_path: Path, ran: Any
 ) -> None:
     checks = selftest_results(monkeypatch, os.abort, ["memory", "timeouts"])
@@ -506,7 +506,7 @@ def on_the_double(
         return selftest_results(monkeypatch, double, only, replace(FAST, limit_s=90.0), ranks)
 
 
-def _tells_how_it_is_timed() -> None:
+def _rates_by_call() -> None:
     """Report a rate of 77 for pulled calls with products, 55 for copies of columns, else 1."""
 
     def rate(at: Any, group: Any, schedule: str, peers: int, n: int = 0) -> float:
@@ -526,7 +526,7 @@ def test_it_passes_through_the_hip_engine(monkeypatch: Any) -> None:
     only = [check.name for check in (*selftest.run.CHECKS, *selftest.run.WAYS["hip"])]
     left_out = re.compile("(schedule|operator) (?!growing$|matmul_reduce_scatter$)")
     only = [name for name in only if not left_out.match(name)]
-    checks = on_the_double(monkeypatch, only, _tells_how_it_is_timed)
+    checks = on_the_double(monkeypatch, only, _rates_by_call)
     assert failed(checks) == set(), checks
     assert "hip engine" in checks["device and engine"].seen
     for way, words in (("write", "hipStreamWriteValue32"), ("copy", "4-byte copy")):
@@ -567,7 +567,7 @@ def _no_copies_to_peers() -> None:
     hip_api.copy = lambda dst, src, nbytes, stream: nbytes == 4 or right(dst, src, nbytes, stream)
 
 
-def test_what_a_card_does_not_have(monkeypatch: Any) -> None:
+def test_features_that_a_gpu_lacks(monkeypatch: Any) -> None:
     """The probes of memory and attributes run where no engine can be created. Copies to two kinds
     of memory write nothing."""
     settings = {"SIGNAL_IPC": 0, "WAIT": 0}
@@ -730,7 +730,7 @@ def test_the_most_severe_row_decides(
     assert machine is None or machine.batched_copies == 1 << 16
 
 
-def _copies_behind_the_signal() -> None:
+def _copies_after_the_signal() -> None:
     """Enqueue copies on another, delayed stream, so that signals do not wait for them."""
     from ficco.dma import hip_api
 
@@ -755,7 +755,7 @@ def _copies_behind_the_signal() -> None:
 
 def test_signals_before_their_copies(monkeypatch: Any) -> None:
     only = ["order of", "attribute"]
-    checks, report = reported(monkeypatch, only, _copies_behind_the_signal)
+    checks, report = reported(monkeypatch, only, _copies_after_the_signal)
     assert "wrong elements" in checks["order of copy and signal"].seen
     assert checks["attribute CanUseStreamWaitValue"].verdict == "ok"
     line = next(row for row in selftest.run.claims(report) if row.startswith("| another device"))
@@ -841,7 +841,7 @@ def test_figures_of_steps_before_a_crash_and_times_of_shapes(monkeypatch: Any) -
     assert "refuted" in line  # because the figures failed
 
 
-def _stands_still_in_a_shape() -> None:
+def _hangs_in_a_shape() -> None:
     right = selftest.checks.call_times
 
     def times(at: Any, group: Any, schedules: Any, sizes: Any, *rest: Any, **options: Any) -> Any:
@@ -853,9 +853,9 @@ def _stands_still_in_a_shape() -> None:
 
 
 @pytest.mark.slow
-def test_times_of_shapes_besides_one_that_hangs(monkeypatch: Any) -> None:
+def test_times_of_shapes_if_one_hangs(monkeypatch: Any) -> None:
     settings = {"shapes": "cpu", "shape_seconds": 0.0, "limit_s": 8.0}
-    checks, report = reported(monkeypatch, ["time of"], _stands_still_in_a_shape, **settings)
+    checks, report = reported(monkeypatch, ["time of"], _hangs_in_a_shape, **settings)
     assert failed(checks) == {"time of 512x128x256"}
     timed = [row for name, row in checks.items() if name.startswith("time") and not row.instead]
     assert len(timed) == 2
@@ -1017,7 +1017,7 @@ def test_advice_about_amd_is_for_the_hip_engine_only() -> None:
     assert "GPU_MAX_HW_QUEUES=16" in text and "fewer copy lanes" in text
 
 
-def test_what_copies_look_like() -> None:
+def test_copies_look_like_engines_or_kernels() -> None:
     """Copies look like kernels if they slow products or copies down by more than 1.3."""
     looks = selftest.checks.looks
     for products, copies in ((1.05, 1.02), (1.29, 1.29)):

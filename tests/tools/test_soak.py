@@ -54,7 +54,7 @@ def stays(at: Rank, settings: soak.Round) -> Counter[str]:
         return soak.of_rank(at, settings)
 
 
-def test_a_rank_that_does_not_go_on_is_ended(capsys: Any) -> None:
+def test_a_stuck_rank_is_ended(capsys: Any) -> None:
     assert soak.main(["--calls", "50", "--seed", "5"], stays) == 1
     printed = capsys.readouterr().out
     assert "FAILED with seed 5 after 0 calls" in printed

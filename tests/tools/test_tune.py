@@ -44,7 +44,7 @@ US = 1e-6
 # Fits.
 
 
-def test_copies_are_taken_apart_exactly() -> None:
+def test_copies_are_fitted_exactly() -> None:
     rates = {2.0**16: 60e9, 2.0**18: 60e9, 2.0**24: 350e9, 2.0**27: 380e9}
     fit = fits.copies([
         fits.CopyTime(size, count, 15 * US + count * size / rate + (count - 1) * 3 * US)
@@ -57,7 +57,7 @@ def test_copies_are_taken_apart_exactly() -> None:
     assert fit.error < 1e-6
 
 
-def test_times_that_tell_too_little_are_refused() -> None:
+def test_insufficient_times_are_refused() -> None:
     with pytest.raises(ValueError, match="required two sizes and rows of two lengths"):
         fits.copies([fits.CopyTime(size, 1, 1.0) for size in (1024.0, 4096.0)])
     for seconds in (0.0, float("nan"), float("inf")):
@@ -85,7 +85,7 @@ def test_medians_and_straight_lines() -> None:
     assert fits.steadied(times, ["r0", "r1"]) == {"x": 1.0}
 
 
-def test_host_costs_are_taken_apart_exactly_and_never_negative() -> None:
+def test_host_costs_are_fitted_exactly_and_never_negative() -> None:
     numbers = [(1, 1, 3, 2), (1, 5, 3, 9), (1, 4, 12, 3), (1, 9, 24, 20), (0, 8, 0, 0)]
     exact, bounded = (
         fits.host([
@@ -108,7 +108,7 @@ def test_least_squares_are_nonnegative_and_least_for_any_number_of_columns(
     matrix = draw.integers(0, 9, size=(3 * columns, columns)).astype(float)
     seconds = np.exp(draw.normal(size=3 * columns))
     a = matrix / seconds[:, None]
-    assert np.linalg.lstsq(a, np.ones(len(a)), rcond=None)[0].min() < 0, "bounds matter"
+    assert np.linalg.lstsq(a, np.ones(len(a)), rcond=None)[0].min() < 0, "needs no bounds"
     solution = np.array(fits.least_squares(matrix, seconds, signed))
     bounded = np.arange(columns) != (-1 if signed is None else signed)
     assert (solution[bounded] >= 0).all() and (solution[bounded] == 0).any()
@@ -128,7 +128,7 @@ def rows_of_products(truth: model.Gemm, counts: tuple[int, ...], noise: float = 
 
 
 @pytest.mark.parametrize(("burst", "sustained"), [(2e-3, 0.81), (5e-3, 0.9), (1e-3, 0.6)])
-def test_a_power_limit_is_found_where_it_was_put(burst: float, sustained: float) -> None:
+def test_a_power_limit_is_recovered(burst: float, sustained: float) -> None:
     truth = replace(BLOCKS["gemm"], burst=burst, sustained=sustained)
     rows = rows_of_products(truth, effort.GPU.rows)
     fit = fits.heat(rows)
@@ -145,7 +145,7 @@ def test_a_power_limit_is_found_where_it_was_put(burst: float, sustained: float)
         assert fit.cold(5.0) == fits.COLD.cold(5.0) == 5.0
 
 
-def test_rows_of_messages_tell_latency_and_rate() -> None:
+def test_rows_of_messages_give_latency_and_rate() -> None:
     times = [
         fits.CopyTime(size, count, 3e-4 + count * (5e-5 + size / 2e9))
         for size in (1 << 14, 1 << 18, 1 << 22)
@@ -175,8 +175,8 @@ def test_all_steps_are_measured_within_minutes() -> None:
 
 
 class ModelledSite(Site):
-    """A site whose products take the times of a model with a power limit. The first calls of a
-    row take half the time."""
+    """A site whose products take the times of a model with a power limit. The first rounds of a
+    single row take half the time."""
 
     crowded = False
 
@@ -210,9 +210,9 @@ def modelled(monkeypatch: Any) -> Site:
     return site
 
 
-def test_products_are_taken_apart_into_a_cold_model_and_a_limit(modelled: Site) -> None:
+def test_products_are_fitted_by_a_cold_model_and_a_limit(modelled: Site) -> None:
     fit = products.gemm(modelled)
-    assert fit.burst == pytest.approx(2e-3, rel=0.03), "not what the file had"
+    assert fit.burst == pytest.approx(2e-3, rel=0.03), "the file's value"
     assert fit.sustained == pytest.approx(0.81, rel=0.01)
     assert "burst and sustained: 20 rows of products of up to 28.7 ms" in fit.provenance.note
     # Without the power limit the fit of the largest products would be too slow.
@@ -257,9 +257,7 @@ def test_attention_is_measured_cold_and_next_to_products(modelled: Site, monkeyp
     assert points == dict.fromkeys(points, pytest.approx(1)) and len(points) > 1
 
 
-def test_a_device_that_stays_cold_takes_a_limit_out_of_the_file(
-    modelled: Site, monkeypatch: Any
-) -> None:
+def test_a_device_that_stays_cold_removes_the_limit(modelled: Site, monkeypatch: Any) -> None:
     monkeypatch.setitem(globals(), "TRUTH", replace(TRUTH, burst=float("inf"), sustained=1.0))
     modelled.effort = replace(modelled.effort, gemms=modelled.effort.gemms[::4])
     fit = products.gemm(modelled)
@@ -300,7 +298,7 @@ def machine_file(path: Path, **changes: Any) -> Machine:
     return machine
 
 
-def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, ran: Any) -> None:
+def test_a_file_of_other_ranks_or_a_damaged_file_is_kept(tmp_path: Path, ran: Any) -> None:
     four, half = tmp_path / "four.yaml", tmp_path / "half.yaml"
     machine_file(four, ranks=4)
     content = four.read_bytes()
@@ -318,7 +316,7 @@ def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, ran: A
     assert damaged(half).read_bytes() == content[:300] and not half.exists()
 
 
-def test_a_new_file_begins_with_what_ships_and_other_things_are_left_alone(
+def test_a_new_file_starts_from_the_shipped_file_and_keeps_others(
     tmp_path: Path, ran: Any, monkeypatch: Any
 ) -> None:
     for setting in ("h200-4", "nothing"):  # the environment has no effect
@@ -335,14 +333,14 @@ def test_a_new_file_begins_with_what_ships_and_other_things_are_left_alone(
     assert sorted(tmp_path.rglob("*")) == [folder, folder / "inside"]
 
 
-def test_a_damaged_journal_is_none(tmp_path: Path) -> None:
+def test_a_damaged_journal_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     for text in ("", "[]", '{"settings": 1}', "null"):
         Journal.path(path).write_text(text)
         assert Journal.read(path) is None
 
 
-def test_tune_says_for_which_shapes_auto_takes_another_schedule(tmp_path: Path) -> None:
+def test_tune_lists_shapes_whose_schedule_changes(tmp_path: Path) -> None:
     machine, settings = load(configs() / "h200-4.yaml"), tuning.TuneSettings(tmp_path, "cuda")
     lines = [*calls.rechosen(Machine("m", "NVIDIA H200", 4), machine, 4, settings)]
     count = re.match(r"schedule='auto' changed for (\d+) of 8 shapes \(set measured\)", lines[0])
@@ -362,7 +360,7 @@ def test_figures_are_rounded_and_shown_old_against_new() -> None:
     assert ("kind", "-", "switch") in changes(old, new, "topology")
     assert rounded((1.23456789, 3, "x", True)) == (1.2346, 3, "x", True)
     curve = ((262144.0, 1.23456789), (1048576.0, 2.0))
-    assert rounded(curve) == ((262144.0, 1.2346), (1048576.0, 2.0)), "sizes stay"
+    assert rounded(curve) == ((262144.0, 1.2346), (1048576.0, 2.0)), "sizes were rounded"
     assert rounded(model.Memory(1.23456789e10, 1e10, SOURCE)).capacity == 12346000000.0
 
 
@@ -431,7 +429,7 @@ def test_a_run_goes_on_where_it_was_interrupted_unless_it_is_fresh(tmp_path: Pat
         assert not outcome.failures and not outcome.error
         machine = load(path)
         assert {block: getattr(machine, block) for block in BLOCKS} == BLOCKS
-        assert Journal.read(path) is None, "the run is over"
+        assert Journal.read(path) is None, "the journal is left over"
         for rank in "01":  # only the interrupted step began twice
             begun = (folder / rank).read_text().split()
             assert sorted(begun) == sorted([*BLOCKS, name])
@@ -495,7 +493,7 @@ def test_a_file_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     for outcome, _ in ranks.run(2, tune_with, str(inside_file), str(tmp_path), {}):
         assert "cannot be written" in outcome.error and "--out" in outcome.error
         assert outcome.done == []
-    assert not (tmp_path / "0").exists(), "nothing was measured"
+    assert not (tmp_path / "0").exists(), "a step ran"
     full = {"copies": "full disk"}
     for outcome, _ in ranks.run(2, tune_with, str(path), str(tmp_path), full):
         assert "No space left" in outcome.error and outcome.done == ["gemm"]
@@ -582,7 +580,7 @@ def test_on_the_command_line_a_falsified_file_does_not_hold(tmp_path: Path, capf
 
 
 @pytest.mark.parametrize("crowded", [True, False])
-def test_copies_are_checked_by_what_their_block_holds(crowded: bool, monkeypatch: Any) -> None:
+def test_copies_are_checked_against_their_block(crowded: bool, monkeypatch: Any) -> None:
     """On crowded cores the block holds only the time of the bytes; the latency is a host cost."""
     call, rate = 500e-6, 3e9
 
@@ -655,9 +653,9 @@ def _refuses_all_but_collectives(engine: CpuEngine, problem: Problem, schedule: 
     return "" if schedule.mover == "collective" else "there is none"
 
 
-def test_a_run_says_once_what_each_problem_takes() -> None:
+def test_a_run_logs_each_decision_once() -> None:
     by_setting, of_rank_1 = ranks.run(2, log_lines)
-    assert set(map(str, of_rank_1.values())) == {"([], [])"}, "only rank 0 logs"
+    assert set(map(str, of_rank_1.values())) == {"([], [])"}, "rank 1 logged"
     lines, warned = by_setting.pop("refused")
     for line in (*lines, *warned):
         assert "serial:collective in place of " in line
@@ -708,7 +706,7 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, ran
     outcome = ranks.run(2, with_little, tuning.tune, settings)[0]
     assert not outcome.failures, outcome.failures
     machine = load(path)
-    assert machine.gemm == BLOCKS["gemm"], "blocks that were not measured stay"
+    assert machine.gemm == BLOCKS["gemm"], "a block that was not measured changed"
     assert [*map(model.tuned_key, machine.tuned)] == [*map(model.tuned_key, chosen)]
     for problem, entry in zip(chosen, machine.tuned, strict=True):
         assert entry.queued == entry.idle and 0 < entry.seconds[0] <= entry.serial[0]
