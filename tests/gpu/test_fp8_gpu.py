@@ -15,7 +15,7 @@ from test_fp8 import (  # noqa: F401  collected here, with this module's device
     all_exact,
     call,
     drawn,
-    made,
+    sample,
     schedules,
     test_forms_of_operands,
     test_memory_keeps_to_its_cap,
@@ -74,7 +74,7 @@ def _jitter(at: Rank, seed: int, calls: int) -> int:
     ]
 
     def once(index: int, case: ScaledCase) -> tuple[torch.Tensor, torch.Tensor]:
-        given, wanted = made(case, at, index)
+        given, wanted = sample(case, at, index)
         y = call(case, given)
         given.a.view(torch.uint8).fill_(22)
         given.scales["scale_a"].fill_(3)
