@@ -173,13 +173,13 @@ def drawn(
 @pytest.mark.parametrize("operator", OPERATORS)
 @on_ranks()
 def test_every_schedule_is_exact(at: Rank, operator: str) -> None:
-    """Dtypes that the contract leaves out, with biases and with the factors of all rows."""
+    """Test dtypes that the contract leaves out, biases, and the factors of all rows."""
     all_exact(at, every_schedule(operator, at.world, at.device.type, stride=3))
 
 
 @ranks(2)
 @on_ranks()
-def test_rows_that_wait_or_tell_have_their_factors(at: Rank) -> None:
+def test_tiled_products_have_their_factors(at: Rank) -> None:
     """Tiled products of each recipe, cut into two pieces."""
     for iteration, (operator, recipe) in enumerate(product(OPERATORS, TILED_RECIPES)):
         rows = rows_for(operator, at.world, "equal")
@@ -202,7 +202,7 @@ def test_memory_keeps_to_its_cap(at: Rank) -> None:
 
 
 @on_ranks(2)
-def test_pieces_are_those_of_the_whole(at: Rank) -> None:
+def test_pieces_are_equal_to_the_whole_product(at: Rank) -> None:
     """Pieces are bitwise equal to the whole product, also for operands whose products round."""
     torch.manual_seed(0)
     world, m, k, n = at.world, 32 * at.world, 64, 48
@@ -222,7 +222,7 @@ def test_pieces_are_those_of_the_whole(at: Rank) -> None:
 
 
 @on_ranks(2)
-def test_nan_infinity_and_overflow_travel_as_in_torch(at: Rank) -> None:
+def test_nan_infinity_and_overflow_are_those_of_pytorch(at: Rank) -> None:
     """NaN and infinity stay in their rows. Results that overflow float16 are infinite."""
     for dtype, value in ((E4M3, float("nan")), (E5M2, float("inf")), (E5M2, float("-inf"))):
         a = torch.ones(8, 16).to(dtype)
@@ -379,7 +379,7 @@ def test_wrong_arguments_are_refused(device: str) -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_scale_otherwise_disagree(at: Rank) -> None:
+def test_ranks_with_different_scalings_raise(at: Rank) -> None:
     recipe = ("row", "tensor")[at.rank]
     own, _ = sample(ScaledCase("all_gather_matmul", (8, 8), 32, 16, recipe), at, 0)
     error = caught(lambda: ficco.all_gather_matmul(own.a, own.b, **own.scales))
@@ -542,7 +542,7 @@ def test_plans_with_factors_are_proven(source: str, data: st.DataObject) -> None
                 assert (move.src.row - first) % rules.rows == 0
 
 
-def test_auto_passes_on_what_cannot_be_served() -> None:
+def test_auto_skips_schedules_without_float8() -> None:
     machine = find("h200-4", None)
     for operator in SUMS:
         scaling = Scaling("row", "float8_e4m3fn")

@@ -214,7 +214,7 @@ LEFT: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("says", LEFT)
-def test_what_stays_of_scaled_products_has_a_reason(says: str, groups: dict[int, Any]) -> None:
+def test_unreplaced_scaled_products_have_a_reason(says: str, groups: dict[int, Any]) -> None:
     graph = trace(LEFT[says], operands_of(PROGRAMS[0], RANK)[0], groups[2])
     before = graph.code
     report = passes.replace(graph)

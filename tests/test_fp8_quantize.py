@@ -77,7 +77,7 @@ def test_every_schedule_casts_exactly(at: Rank, operator: str) -> None:
 
 
 @on_ranks(2)
-def test_forms_of_what_is_cast(at: Rank) -> None:
+def test_layouts_of_cast_operands(at: Rank) -> None:
     """Layouts of A, a ring of stages, and the family of dtypes of b."""
     case = ScaledCase("all_gather_matmul", (12,) * at.world, 256, 16, "block", "growing")
     own, wanted = unscaled(case, at, 0)

@@ -19,12 +19,12 @@ from test_fp8 import (  # noqa: F401  collected here, with this module's device
     schedules,
     test_forms_of_operands,
     test_memory_keeps_to_its_cap,
-    test_rows_that_wait_or_tell_have_their_factors,
+    test_tiled_products_have_their_factors,
 )
 from test_fp8_layers import test_functions_are_exact  # noqa: F401  the same
 from test_fp8_quantize import (  # noqa: F401  the same
     test_every_schedule_casts_exactly,
-    test_forms_of_what_is_cast,
+    test_layouts_of_cast_operands,
 )
 from test_gpu import jittered
 

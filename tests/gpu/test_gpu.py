@@ -1,5 +1,5 @@
-"""GPU tests of streams, graphs, hardware queues, lifetimes, memory and lost ranks, and of eight
-ranks and tiled products, which the contract leaves out on GPUs."""
+"""GPU tests of streams, graphs, queues, lifetimes, memory and lost ranks, and of eight ranks and
+tiled products, which the contract leaves out on GPUs."""
 
 from __future__ import annotations
 
@@ -481,7 +481,7 @@ def _growth_beside_recordings(at: Rank) -> None:
     with ThreadPoolExecutor(2) as threads:
         for future in [threads.submit(work, body) for body in (recorded, growing)]:
             future.result()
-    # This call frees the memory that the other thread's calls kept in use.
+    # This call frees the memory whose release was postponed while the other thread ran.
     exact(at, equal(at.world, 8 * 62, 64, 32, schedule="hetero-fused-1d"), 0, groups[1])
     assert not memories.unwanted
     leave(*groups)
@@ -1126,7 +1126,7 @@ def test_exit(how: str, codes: tuple[tuple[int, ...], ...], tmp_path: Path) -> N
 
 
 @on_ranks(1)
-def test_the_library_adds_what_lies_elsewhere(at: Rank) -> None:
+def test_cublaslt_adds_a_separate_addend(at: Rank) -> None:
     lt, stream = CublasLt(), torch.cuda.current_stream().cuda_stream
     workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=at.device)
     for dtype in (torch.bfloat16, torch.float16):
