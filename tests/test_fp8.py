@@ -208,15 +208,15 @@ def test_pieces_are_equal_to_the_whole_product(at: Rank) -> None:
     world, m, k, n = at.world, 32 * at.world, 64, 48
     a, b = torch.randn(world, m, k).to(E4M3), torch.randn(n, k).to(E4M3).t()
     rows, bias = slice(at.rank * 32, at.rank * 32 + 32), {"bias": torch.randn(n).bfloat16()}
-    for of_a, of_b in ((torch.rand(1, 1), torch.rand(1, 1)), (torch.rand(m, 1), torch.rand(1, n))):
-        products = [torch._scaled_mm(x, b, of_a, of_b, out_dtype=torch.bfloat16, **bias) for x in a]
+    for s_a, s_b in ((torch.rand(1, 1), torch.rand(1, 1)), (torch.rand(m, 1), torch.rand(1, n))):
+        products = [torch._scaled_mm(x, b, s_a, s_b, out_dtype=torch.bfloat16, **bias) for x in a]
         total = torch.stack(products).sum(0, dtype=torch.float32).bfloat16()
         for name in ("serial", "growing", "hetero-fused-1d:pieces=4,tail=2", "uniform-fused-1d"):
-            scales: dict[str, Any] = {"scale_b": of_b, "schedule": name, **bias}
-            own = of_a[rows] if len(of_a) > 1 else of_a
+            scales: dict[str, Any] = {"scale_b": s_b, "schedule": name, **bias}
+            own = s_a[rows] if len(s_a) > 1 else s_a
             y = ficco.all_gather_matmul(a[0][rows], b, scale_a=own, **scales)
             assert torch.equal(y, products[0])
-            scales["scale_a"] = of_a
+            scales["scale_a"] = s_a
             assert torch.equal(ficco.matmul_all_reduce(a[at.rank], b, **scales), total)
             assert torch.equal(ficco.matmul_reduce_scatter(a[at.rank], b, **scales), total[rows])
 
@@ -231,9 +231,9 @@ def test_nan_infinity_and_overflow_are_those_of_pytorch(at: Rank) -> None:
         b = torch.ones(16, 16).to(E4M3).t()
         ones = {"scale_a": torch.ones(8, 1), "scale_b": torch.ones(1, 16)}
         y = ficco.all_gather_matmul(a, b, schedule="hetero-fused-1d:pieces=2", **ones)
-        right = torch.full((16, 16), 16.0)
-        right[10] = value
-        torch.testing.assert_close(y.float(), right, rtol=0, atol=0, equal_nan=True)
+        expected = torch.full((16, 16), 16.0)
+        expected[10] = value
+        torch.testing.assert_close(y.float(), expected, rtol=0, atol=0, equal_nan=True)
         big = {"scale_a": torch.full((), 2.0**13), "scale_b": torch.ones(())}
         y = ficco.all_gather_matmul(a, b, out_dtype=torch.float16, **big)
         assert y[0].isinf().all()
@@ -527,9 +527,9 @@ def test_plans_with_factors_are_proven(source: str, data: st.DataObject) -> None
     schedule, cap = Schedule.parse(name), chance.choice((None, 1 << 12, 1 << 15))
     with suppress(StagingTooSmall):
         check(plans(problem, schedule, cap))  # a ring of stages if the cap requires one
-    all_plans = plans(problem, schedule)
-    check(all_plans)
-    for rank, plan in enumerate(all_plans):
+    rank_plans = plans(problem, schedule)
+    check(rank_plans)
+    for rank, plan in enumerate(rank_plans):
         work = [step.work for step in plan.steps if isinstance(step.work, Transfer)]
         cast = sum(move.dst.elements for move in work if move.factors is not None)
         assert cast == (problem.left_rows(rank) * k if source else 0)

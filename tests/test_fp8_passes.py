@@ -95,12 +95,12 @@ def _batches(x: torch.Tensor, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.T
 def _blocks(a: torch.Tensor, w: torch.Tensor, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     """A product with blocks of scales; the scale of w is padded as the library requires."""
     padded = torch.nn.functional.pad(t.t(), (0, -t.shape[0] % 4)).t()
-    how = [s.t().contiguous().t()], [4], [0], [padded], [5], [0]
-    return torch.ops.aten._scaled_mm_v2(a, w.t(), *how, None, torch.bfloat16)
+    scales = [s.t().contiguous().t()], [4], [0], [padded], [5], [0]
+    return torch.ops.aten._scaled_mm_v2(a, w.t(), *scales, None, torch.bfloat16)
 
 
-def scaled(x: Any, w: Any, s: Any, t: Any, g: Any, *bias: Any, how: Any = times) -> torch.Tensor:
-    product: torch.Tensor = how(gather(x, 0, g), w, gather(s, 0, g), t, *bias)
+def scaled(x: Any, w: Any, s: Any, t: Any, g: Any, *bias: Any, mul: Any = times) -> torch.Tensor:
+    product: torch.Tensor = mul(gather(x, 0, g), w, gather(s, 0, g), t, *bias)
     return product
 
 
@@ -125,7 +125,7 @@ PROGRAMS = [
     P("scales first", _scales_first, (AGM,)),
     P("bias", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, b), (AGM,)),
     P("bytes", lambda x, w, s, t, b, g: times(as_bytes(x, g), w, gather(s, 0, g), t), (AGM,)),
-    P("functional", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, how=functional), (AGM,)),
+    P("functional", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, mul=functional), (AGM,)),
     P("batches", _batches, (AGM,), says="put in order by a copy"),
     P("two products", _two, (AGM,), left=1, says="kept for _scaled_mm_1"),
     P("scales of all", _rows_apart, (AGM,), left=1, says="is no product"),
@@ -134,7 +134,7 @@ PROGRAMS = [
     P("scattered", lambda x, w, s, t, b, g: scatter(times(x, w, s, t), 0, g), (MRS,)),
     P("reduced", lambda x, w, s, t, b, g: reduce(times(x, w, s, t), g), (MAR,), "tensor"),
     P("sent", lambda x, w, s, t, b, g: exchange(times(x, w, s, t), g), (MA2A,)),
-    P("blocks", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, how=_blocks), (AGM,), "block"),
+    P("blocks", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, mul=_blocks), (AGM,), "block"),
 ]
 
 
@@ -185,8 +185,8 @@ def _other_order(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor
 
 
 def _scale_of_result(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor:
-    how: Any = {"scale_result": t.sum(), "out_dtype": torch.bfloat16}
-    return torch._scaled_mm(gather(x, 0, g), w.t(), gather(s, 0, g), t, **how)
+    options: Any = {"scale_result": t.sum(), "out_dtype": torch.bfloat16}
+    return torch._scaled_mm(gather(x, 0, g), w.t(), gather(s, 0, g), t, **options)
 
 
 def _narrow(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor:

@@ -104,11 +104,11 @@ def _rounds(at: Rank) -> None:
     torch.manual_seed(at.rank)
     a, weight = torch.randn(24, 400) * 2.0 ** torch.arange(-12, 12)[:, None], torch.randn(48, 400)
     for recipe in CASTS:
-        b, of_b = quantized(weight, RECIPES[recipe].b[::-1], E4M3)
-        cast, of_a = quantized(a, RECIPES[recipe].a, E4M3)
-        rest: dict[str, Any] = {"scale_b": of_b.t(), "schedule": "hetero-fused-1d:pieces=3"}
+        b, scale_b = quantized(weight, RECIPES[recipe].b[::-1], E4M3)
+        cast, scale_a = quantized(a, RECIPES[recipe].a, E4M3)
+        rest: dict[str, Any] = {"scale_b": scale_b.t(), "schedule": "hetero-fused-1d:pieces=3"}
         y = ficco.all_gather_matmul(a, b.t(), quantize=recipe, **rest)
-        whole = ficco.all_gather_matmul(cast, b.t(), scale_a=of_a, **rest)
+        whole = ficco.all_gather_matmul(cast, b.t(), scale_a=scale_a, **rest)
         assert torch.equal(y, whole) and y.abs().sum() > 0
 
 
@@ -125,10 +125,10 @@ def _gradient(at: Rank) -> None:
         y.backward(torch.ones_like(y))
         sums = [sample(case, replace(at, rank=r), iteration)[0].wide_b.sum(1) for r in range(2)]
         if operator == "all_gather_matmul":
-            right = torch.stack(sums).sum(0).expand(rows[at.rank], -1)
+            expected = torch.stack(sums).sum(0).expand(rows[at.rank], -1)
         else:
-            right = torch.stack(sums).repeat_interleave(torch.tensor(rows[at.rank]), 0)
-        assert own.a.grad.dtype == own.a.dtype and torch.equal(own.a.grad.double(), right)
+            expected = torch.stack(sums).repeat_interleave(torch.tensor(rows[at.rank]), 0)
+        assert own.a.grad.dtype == own.a.dtype and torch.equal(own.a.grad.double(), expected)
         with torch.no_grad():
             assert not call(case, own).requires_grad
 
@@ -138,9 +138,9 @@ def _empty(at: Rank) -> None:
     for m, n, k in ((0, 16, 16), (8, 0, 16), (8, 16, 0), (0, 0, 0), (2, 128, 128)):
         for recipe, operator in itertools.product(CASTS, OPERATORS):
             a, b = torch.ones(m, k), torch.ones(n, k).to(E4M3).t()
-            of_b = torch.ones((1, n) if recipe == "row" else (-(-k // 128), -(-n // 128)))
+            scale_b = torch.ones((1, n) if recipe == "row" else (-(-k // 128), -(-n // 128)))
             for name in ("serial", "growing", "hetero-fused-2d:pieces=2", "growing:pull"):
-                kwargs: dict[str, Any] = {"scale_b": of_b, "schedule": name}
+                kwargs: dict[str, Any] = {"scale_b": scale_b, "schedule": name}
                 y = getattr(ficco, operator)(a, b, quantize=recipe, **kwargs)
                 terms = at.world if operator in SUMS else 1
                 assert (y == k * terms).all(), (operator, m, n, k, recipe, name)
@@ -222,14 +222,14 @@ def test_the_proof_refuses_wrong_casts(
 ) -> None:
     scaling = Scaling("row", "float8_e4m3fn", source="bfloat16")
     problem = Problem("all_gather_matmul", (64, 64), 32, 256, "float8_e4m3fn", scaling=scaling)
-    of_ranks = plans(problem, Schedule.parse("hetero-fused-1d:pieces=4"))
-    check(of_ranks)
-    steps = list(of_ranks[0].steps)
+    rank_plans = plans(problem, Schedule.parse("hetero-fused-1d:pieces=4"))
+    check(rank_plans)
+    steps = list(rank_plans[0].steps)
     at = next(index for index, step in enumerate(steps) if selects(step))
     steps[at] = change(steps[at])
-    of_ranks[0] = replace(of_ranks[0], steps=tuple(steps))
+    rank_plans[0] = replace(rank_plans[0], steps=tuple(steps))
     with pytest.raises(PlanError, match=words):
-        check(of_ranks)
+        check(rank_plans)
 
 
 def test_copies_begin_when_their_piece_is_cast() -> None:
