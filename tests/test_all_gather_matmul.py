@@ -1,7 +1,7 @@
 """Tests of all_gather_matmul beyond the contract, for all engines.
 
 These tests run on the CPU engine. Modules of other engines import the tests with a ``device``
-argument and run them there. Tests of the CPU engine only, such as of its exit, come last.
+argument and run them there. Tests that need the CPU engine come last.
 """
 
 from __future__ import annotations

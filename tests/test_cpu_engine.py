@@ -71,7 +71,7 @@ def test_a_timed_call_says_when_its_steps_ran(at: Rank) -> None:
 
 
 @on_ranks(2)
-def test_memory_is_freed_under_living_tensors(at: Rank) -> None:
+def test_memory_may_be_freed_before_its_tensors(at: Rank) -> None:
     """Memory may be freed while a tensor uses it. The capabilities of the engine are right."""
     with engine() as cpu:
         capabilities = cpu.capabilities()

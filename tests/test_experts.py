@@ -80,7 +80,7 @@ def test_a_nan_token_affects_only_its_own_experts(at: Rank) -> None:
     inputs = data(layer, at.rank)
     inputs.indices[:], inputs.tokens[-1] = torch.tensor([1, 2]), float("nan")
     inputs.indices[-1] = torch.tensor([0, 3])
-    up, down = (part(one, at.rank, 2).requires_grad_() for one in weights_of(layer))
+    up, down = (part(weight, at.rank, 2).requires_grad_() for weight in weights_of(layer))
     for capacity in (9, None):
         arguments: Any = {"capacity": capacity, "activation": "relu"}
         y = ficco.experts(*vars(inputs).values(), up, down, **arguments)

@@ -128,11 +128,11 @@ def unsharded(
     x: torch.Tensor, weight: Any, bias: Any, grad: torch.Tensor, lower: str | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Return the result, and gradients of x, weight and bias. ``lower``: the gradient's scaling."""
-    of_x = grad @ weight
+    grad_x = grad @ weight
     if lower:
-        of_x = rounded(grad, E5M2 if lower == "tensor" else E4M3) @ rounded(weight)
-    of_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-    return rounded(x) @ rounded(weight).t() + bias, of_x, of_weight, grad.flatten(0, -2).sum(0)
+        grad_x = rounded(grad, E5M2 if lower == "tensor" else E4M3) @ rounded(weight)
+    grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+    return rounded(x) @ rounded(weight).t() + bias, grad_x, grad_weight, grad.flatten(0, -2).sum(0)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -161,23 +161,23 @@ def test_functions_are_exact(at: Rank, scaling: str) -> None:
         def gathered(x: Any, w: Any, b: Any, where: Any = where) -> torch.Tensor:
             return gathered_linears(x, (w,), (b,), **where)[0]
 
-        # The layout of x, the dimension in which the weight is cut, and the layout of the result.
+        # Layout of x, dimension of the weight that is cut, and layout of the result.
         forms: dict[str, tuple[Callable[..., torch.Tensor], Any, int, Any]] = {
             "gathered": (gathered, cut, 0, last),
             "scattered": (partial(scattered_linear, **where), last, 1, cut),
             "reduced": (partial(reduced_linear, recipe=recipe), last, 1, torch.clone),
             "copied": (partial(copied_linear, recipe=recipe), torch.clone, 0, last),
         }
-        for name, (function, of_x, weight_dim, of_y) in forms.items():
-            of_bias = torch.clone if weight_dim else partial(part, at=at, dim=0)
-            cuts = of_x, partial(part, at=at, dim=weight_dim), of_bias
+        for name, (function, cut_x, weight_dim, cut_y) in forms.items():
+            cut_bias = torch.clone if weight_dim else partial(part, at=at, dim=0)
+            cuts = cut_x, partial(part, at=at, dim=weight_dim), cut_bias
             leaves = [
                 cut_of(whole).clone().requires_grad_(letter in needs)
                 for cut_of, whole, letter in zip(cuts, (x, weights[0], bias), "xwb", strict=True)
             ]
             out = function(*leaves)
-            same(out, of_y(y), f"{about}: {name}")
-            out.backward(of_y(grad))
+            same(out, cut_y(y), f"{about}: {name}")
+            out.backward(cut_y(grad))
             for leaf, cut_of, want, letter in zip(leaves, cuts, wanted, "xwb", strict=True):
                 if letter in needs:
                     same(leaf.grad, cut_of(want), f"{about}: {name}, gradient of {letter}")
@@ -185,21 +185,21 @@ def test_functions_are_exact(at: Rank, scaling: str) -> None:
 
         # The gradient of x comes from both weights.
         both = torch.cat([grad, more], -1)
-        _, of_x, *_ = unsharded(x, torch.cat(weights), torch.cat([bias, bias[:64]]), both, lower)
+        _, grad_x, *_ = unsharded(x, torch.cat(weights), torch.cat([bias, bias[:64]]), both, lower)
         shard, parts = cut(x).clone().requires_grad_(), [part(weight, at, 0) for weight in weights]
         outs = gathered_linears(shard, parts, (None, None), **where)
         torch.autograd.backward(outs, [last(grad), last(more)])
-        same(shard.grad, cut(of_x), f"{about}: gradient of x from two weights")
+        same(shard.grad, cut(grad_x), f"{about}: gradient of x from two weights")
 
 
 def _styles(at: Rank) -> None:
     mesh, source = mesh_of(at), linear(1)
     x, grad = large(2, 8, 64, seed=3), large(2, 8, 128, seed=4)
     weight, bias = (param.detach() for param in source.parameters())
-    y, of_x, *of_params = unsharded(x, weight, bias, grad, "row")
+    y, grad_x, *grad_params = unsharded(x, weight, bias, grad, "row")
     sequence, last = partial(part, at=at, dim=1), partial(part, at=at, dim=-1)
     uncut, first = torch.clone, partial(part, at=at, dim=0)
-    # The layouts of x and of the result, and the cuts of the parameters.
+    # Cuts of x, of the result, and of the parameters.
     columns, rows = (last, (first, first)), (last, uncut)
     where: dict[str, Any] = {"sequence_dim": 1, "recipe": "row"}
     kinds: list[tuple[Any, Any, Any, Any]] = [
@@ -212,18 +212,18 @@ def _styles(at: Rank) -> None:
     for layout, cut in ((Shard(1), sequence), (Replicate(), uncut), (Partial(), uncut)):
         style = RowwiseParallel(output_layouts=layout, recipe="row", use_local_output=False)
         kinds.append((parallelize_module(copy.deepcopy(source), mesh, style), last, cut, rows))
-    for layer, of_input, of_output, of_weights in kinds:
-        leaf = of_input(x).requires_grad_()
+    for layer, cut_input, cut_output, cut_weights in kinds:
+        leaf = cut_input(x).requires_grad_()
         out = layer(leaf)
         if isinstance(out, DTensor):
             assert out.placements == layer.style.output_layouts
-            out, of_output = out.full_tensor(), uncut
-        same(out, of_output(y), f"{layer}")
-        out.backward(of_output(grad))
+            out, cut_output = out.full_tensor(), uncut
+        same(out, cut_output(y), f"{layer}")
+        out.backward(cut_output(grad))
         grads = leaf.grad, *(plain(param.grad) for param in layer.parameters())
-        cuts = zip((of_x, *of_params), (of_input, *of_weights), strict=True)
-        for grad_part, (whole, cut) in zip(grads, cuts, strict=True):
-            same(grad_part, cut(whole), f"a gradient of {layer}")
+        cuts = zip((grad_x, *grad_params), (cut_input, *cut_weights), strict=True)
+        for own_grad, (whole, cut) in zip(grads, cuts, strict=True):
+            same(own_grad, cut(whole), f"a gradient of {layer}")
 
 
 class Attention(nn.Module):
@@ -242,9 +242,9 @@ def _shared(at: Rank) -> None:
     layouts = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
     for recipe, gathers in (("row", 1), (None, 2)):
         model, recipes, wanted = Attention(), {"wq": "row", "wk": recipe, "wv": "row"}, 0
-        for name, layer_recipe in recipes.items():
+        for name, own_recipe in recipes.items():
             weight, bias = (param.detach() for param in getattr(model, name).parameters())
-            y = unsharded(x, weight, bias, none)[0] if layer_recipe else x @ weight.t() + bias
+            y = unsharded(x, weight, bias, none)[0] if own_recipe else x @ weight.t() + bias
             wanted = wanted + y
         plan = {name: ColwiseParallel(recipe=own) for name, own in recipes.items()}
         plan[""] = PrepareModuleInput(use_local_output=False, **layouts)
