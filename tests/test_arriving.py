@@ -48,9 +48,9 @@ SCHEDULES = ("tiled", "tiled:pieces=4", "tiled:pieces=3,order=piece", "tiled:pie
 def test_plans_are_proven(rows: tuple[int, ...]) -> None:
     for turn, schedule in enumerate(SCHEDULES * 2):
         problem = Gathering(rows, 8, "bfloat16", symmetric=turn < len(SCHEDULES))
-        of_ranks = gathering(problem, Schedule.parse(schedule), range(len(rows)))
-        check(of_ranks)
-        for plan in of_ranks:
+        rank_plans = gathering(problem, Schedule.parse(schedule), range(len(rows)))
+        check(rank_plans)
+        for plan in rank_plans:
             words = [gate.word for gate in plan.steps[callers_step(plan)].gates]
             assert words == [words[0] + i for i in range(len(words))]
             others = sum(rows) - rows[plan.rank]
@@ -111,12 +111,12 @@ def gathered(at: Rank, case: Case, iteration: int, **arguments: Any) -> None:
         assert arriving.buffer.shape == whole.shape and arriving.buffer.dtype == whole.dtype
         assert arriving.buffer.is_contiguous() and arriving.words.dtype == torch.int32
         assert arriving.words.shape == (len(arriving.pieces),)
-        rows_read, counts = torch.full_like(whole, 99.0), torch.zeros(case.m, dtype=torch.int32)
+        result, counts = torch.full_like(whole, 99.0), torch.zeros(case.m, dtype=torch.int32)
         for first, last in arriving:
-            rows_read[first:last] = arriving.buffer[first:last]
+            result[first:last] = arriving.buffer[first:last]
             counts[first:last] += 1
         assert arriving.words.tolist() == [arriving.ARRIVED] * len(arriving.pieces)
-    assert torch.equal(rows_read, whole), f"rank {at.rank}, {case}, {arguments}"
+    assert torch.equal(result, whole), f"rank {at.rank}, {case}, {arguments}"
     assert torch.equal(counts, torch.ones_like(counts))
 
 

@@ -349,10 +349,10 @@ def test_layers_behind_sdpa(at: Rank) -> None:
         with torch.no_grad():
             layer.train(trains)
             wanted, _ = layer(x, x, x, need_weights=False)
-            of_heads = heads(own)
+            unwrapped = heads(own)
             with ficco.behind_sdpa(placement="ranks"):
                 y, _ = layer(own, own, own, need_weights=False)
-                assert torch.equal(heads(own), of_heads)
+                assert torch.equal(heads(own), unwrapped)
                 failure = caught(lambda: layer(own, own, own))  # noqa: B023
         assert (y - wanted[:, 4 * at.rank : 4 * at.rank + 4]).abs().max() < 1e-5
         assert torch.backends.mha.get_fastpath_enabled()
@@ -485,7 +485,7 @@ def test_ranks_that_differ_are_named(at: Rank, operator: str) -> None:
     for other in others:
         operands, facts = other if at.rank else ((Q, K, K), {})
         with own_group(at) as group:
-            how = {**facts, "group": group}
-            failure = caught(lambda: getattr(ficco, operator)(*operands, **how))  # noqa: B023
+            arguments = {**facts, "group": group}
+            failure = caught(lambda: getattr(ficco, operator)(*operands, **arguments))  # noqa: B023
         assert failure.type == "RankMismatch" and operator in failure.text, failure
         assert ("causal" in failure.text) or "causal" not in other[1], failure

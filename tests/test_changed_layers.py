@@ -164,7 +164,7 @@ def _changed_projections(at: Rank) -> None:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        return q + 2 * k.flip(2) + 3 * v  # of all positions, and exact
+        return q + 2 * k.flip(2) + 3 * v  # depends on all positions, and is exact
 
     x = integers(2, SEQUENCE, 6, seed=9, most=1)
     names = "q_proj", "k_proj", "v_proj", "o_proj"
@@ -186,12 +186,12 @@ def _changed_projections(at: Rank) -> None:
         same(out, part(want, at, 1), about)
         params = [param for param in layer.parameters() if param.requires_grad]
         grad = integers(*want.shape, seed=10, most=1)
-        of_whole, *wanted = torch.autograd.grad(want, [whole, *params], grad)
-        of_mine, *grads = torch.autograd.grad(out, [own, *params], part(grad, at, 1))
-        same(of_mine, part(of_whole, at, 1), f"{about}: gradient of x")
-        for grad_part, all_of_it in zip(grads, wanted, strict=True):
-            dist.all_reduce(grad_part)
-            same(grad_part, all_of_it, f"{about}: gradient of a parameter")
+        grad_whole, *wanted = torch.autograd.grad(want, [whole, *params], grad)
+        grad_own, *grads = torch.autograd.grad(out, [own, *params], part(grad, at, 1))
+        same(grad_own, part(grad_whole, at, 1), f"{about}: gradient of x")
+        for own_grad, want_grad in zip(grads, wanted, strict=True):
+            dist.all_reduce(own_grad)
+            same(own_grad, want_grad, f"{about}: gradient of a parameter")
 
 
 def halves(layer: Any, inner: Callable[[torch.Tensor], torch.Tensor] = plain) -> None:
@@ -219,8 +219,8 @@ def test_weights_with_kernels_of_their_own_are_multiplied_by_them(at: Rank) -> N
             same(y, part(want, at, 1), "row")
             grad = integers(*want.shape, seed=5, most=1)
             y.backward(part(grad, at, 1))
-            of_x = grad @ (2 * down.weight) @ (2 * up.weight)
-            same(own.grad, part(of_x, at, 1), "gradient of x")
+            grad_x = grad @ (2 * down.weight) @ (2 * up.weight)
+            same(own.grad, part(grad_x, at, 1), "gradient of x")
         inners = plain, lambda weight: weight  # a weight of local parts, or of DTensors
         for layout, inner in itertools.product((Shard(1), Replicate()), inners):
             model, cut = copy.deepcopy(whole), part if layout == Shard(1) else lambda x, at, dim: x

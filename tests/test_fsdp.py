@@ -164,7 +164,7 @@ class Group:
 
 
 class Fallback:
-    """PyTorch's collectives, counted."""
+    """PyTorch's collectives, with a count of their calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -345,22 +345,22 @@ class Model(nn.Module):
 def sharded(at: Rank, mode: str) -> Model:
     """Return a model under FSDP2, with the options of a mode."""
     model = Model().to(at.device)
-    how: dict[str, Any] = {"mesh": init_device_mesh(at.device.type, (at.world,))}
+    options: dict[str, Any] = {"mesh": init_device_mesh(at.device.type, (at.world,))}
     if mode == "mixed":
         types = torch.bfloat16, torch.float32
-        how["mp_policy"] = MixedPrecisionPolicy(param_dtype=types[0], reduce_dtype=types[1])
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=types[0], reduce_dtype=types[1])
     if mode == "kept":
-        how["reshard_after_forward"] = False
+        options["reshard_after_forward"] = False
     if mode == "to two ranks":
-        how["reshard_after_forward"] = 2
+        options["reshard_after_forward"] = 2
     if mode == "replicated":
         names = ("replicate", "shard")
-        how["mesh"] = init_device_mesh(at.device.type, (2, at.world // 2), mesh_dim_names=names)
+        options["mesh"] = init_device_mesh(at.device.type, (2, at.world // 2), mesh_dim_names=names)
     for block in model.blocks:
         if mode == "compiled":
             block.compile(backend="eager")
-        fully_shard(block, **how)
-    fully_shard(model, **how)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     blocks: list[Any] = list(model.blocks)
     if mode == "prefetched":
         for first, second, third in zip(blocks, blocks[1:], blocks[2:], strict=False):

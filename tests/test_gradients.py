@@ -218,7 +218,7 @@ def test_only_what_is_needed_is_called(at: Rank) -> None:
         seen: list[Any] = []
         with noted(seen):
             y.sum().backward()
-        calls = [name if how == "product" else f"gather by {name}" for name, how, _ in seen]
+        calls = [name if kind == "product" else f"gather by {name}" for name, kind, _ in seen]
         if saves and operator in GATHERING:  # only the call for the gradient of a
             want = [name for name in want if name in (RS, MA2A)]
         assert calls == want, (operator, needs, saves)
