@@ -15,16 +15,16 @@ from test_fp8 import (  # noqa: F401  collected here, with this module's device
     all_exact,
     call,
     drawn,
-    made,
+    sample,
     schedules,
     test_forms_of_operands,
     test_memory_keeps_to_its_cap,
-    test_rows_that_wait_or_tell_have_their_factors,
+    test_tiled_products_have_their_factors,
 )
 from test_fp8_layers import test_functions_are_exact  # noqa: F401  the same
 from test_fp8_quantize import (  # noqa: F401  the same
     test_every_schedule_casts_exactly,
-    test_forms_of_what_is_cast,
+    test_layouts_of_cast_operands,
 )
 from test_gpu import jittered
 
@@ -74,7 +74,7 @@ def _jitter(at: Rank, seed: int, calls: int) -> int:
     ]
 
     def once(index: int, case: ScaledCase) -> tuple[torch.Tensor, torch.Tensor]:
-        operands, expected = made(case, at, index)
+        operands, expected = sample(case, at, index)
         y = call(case, operands)
         operands.a.view(torch.uint8).fill_(22)
         operands.scales["scale_a"].fill_(3)
