@@ -206,13 +206,16 @@ def variant(soaked: SoakCase, at: Rank, iteration: int) -> Variant:
 class Kind:
     """A case on a rank, without variants if the rank is not in the group. ``symmetric``: memory of
     the left operand; a ``graph`` holds a call of ``operands``, which gives ``results``. ``refused``
-    counts calls that did not fit under the cap and were made again without it."""
+    counts calls that did not fit under the cap and were made again without it. A graph is replayed
+    on the ``stream`` that captured it: products that one stream captured share a workspace of
+    cuBLAS, so their graphs may not overlap (pytorch/pytorch#193402)."""
 
     case: SoakCase
     group: Any
     variants: list[Variant] = field(default_factory=list)
     symmetric: torch.Tensor | None = None
     graph: Any = None
+    stream: Any = None
     operands: Tensors = field(default_factory=list)
     results: list[torch.Tensor] = field(default_factory=list)
     refused: int = 0
@@ -247,7 +250,7 @@ class Kind:
         )
         self.operands = operands + constants
         graph, still = torch.cuda.CUDAGraph(), replace(first, constants=constants)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=self.stream):
             self.results = self.case.call(still, operands, self.group)
         self.graph = graph
 
@@ -370,7 +373,9 @@ def captured(at: Rank, kinds: Sequence[Kind]) -> list[Kind]:
         return not (any(case.case.needs) or case.cap or waits or may_spin(case))
 
     graphs = [replace(kind, symmetric=None) for kind in kinds if can(kind.case)][:GRAPHS]
-    for kind in graphs:
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for number, kind in enumerate(graphs):
+        kind.stream = streams[number % 3]
         watch()
         if kind.variants:
             for _ in range(3):
@@ -394,7 +399,7 @@ def calls(at: Rank, given: Round, kinds: Sequence[Kind], graphs: Sequence[Kind])
             return
         within: Any = nullcontext()
         if on_gpu:
-            within = torch.cuda.stream(streams[which % 3])
+            within = torch.cuda.stream(kind.stream or streams[which % 3])
         elif local.random() < DELAYED:
             within = disturb(jitter)
         if local.random() < LATE:

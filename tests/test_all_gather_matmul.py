@@ -1,7 +1,7 @@
-"""What all_gather_matmul promises beyond the contract, whatever the engine.
+"""Tests of all_gather_matmul beyond the contract, for all engines.
 
-The tests here run on the CPU engine; modules of other engines import those that ask for ``device``
-and run them there. What only the CPU engine can do (disturbances, exit without a trace) comes last.
+These tests run on the CPU engine. Modules of other engines import the tests with a ``device``
+argument and run them there. Tests that need the CPU engine come last.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from ficco.ops.call import run as ficco_run
 from ficco.problems.products import Problem
 from ficco.schedules import NAMED, Schedule, refusal
 
-#: The names that a gather takes: on every engine, and where products can wait inside.
+#: Names of schedules of a gather that all engines serve.
 NAMES = sorted(
     name
     for name, schedule in NAMED.items()
     if not refusal(Problem("all_gather_matmul", (1,), 1, 1, "float32"), schedule)
     and name != "tiled"
 )
-#: Every axis that a name can be given, alone and together.
+#: Options of schedules, one by one and combined.
 KNOBS = tuple(knobs for knobs in subjects.KNOBS if "beta" not in knobs)
-#: One schedule of each kind, for tests about something else.
+#: One schedule of each kind, for tests of other features.
 KINDS = (
     "serial",
     "serial:collective",
@@ -64,7 +64,7 @@ KINDS = (
     "hetero-unfused-2d:compute=2",
     "uniform-fused-2d:pieces=3,pull",
 )
-#: More than the signal words of any call here take, a cache line or less for each.
+#: Limit on the bytes of a call's signal words, which take at most a cache line each.
 WORDS_BYTES = 1 << 14
 
 
@@ -73,7 +73,7 @@ def named(name: str, knobs: str) -> str:
 
 
 def dtypes_on(device: str) -> tuple[str, ...]:
-    """float64 is served on the CPU engine alone."""
+    """Return the dtypes of an engine. Only the CPU engine serves float64."""
     return ("bfloat16", "float16", "float32", "float64")[: 4 if device == "cpu" else 3]
 
 
@@ -82,7 +82,7 @@ def dtypes_on(device: str) -> tuple[str, ...]:
 
 @on_ranks(2)
 def test_schedule_as_object_and_auto(at: Rank) -> None:
-    """Also in calls that may wait for ever."""
+    """A schedule may be an object or "auto", also in calls without a timeout."""
     case = equal(at.world, 8, 8, 8)
     with ficco.options(timeout_s=float("inf")):
         exact(at, case.on(schedule="auto"), 0)
@@ -90,11 +90,11 @@ def test_schedule_as_object_and_auto(at: Rank) -> None:
             exact(at, case.on(schedule=Schedule.parse(name)), turn)
 
 
-# How the operands lie in memory.
+# Layouts of the operands in memory.
 
 
 def test_layouts_of_a(device: str) -> None:
-    """Every layout with every kind of schedule; shapes in turns."""
+    """Test all layouts with all kinds of schedules, cycling through the shapes."""
     shapes = cycle(
         (
             equal(3, 12, 20, 8, gathered=True),
@@ -113,13 +113,13 @@ def test_layouts_of_a(device: str) -> None:
 def random_knobs(rng: random.Random, device: str) -> str:
     cuts = "W", str(rng.randint(1, 9)), "+".join(rng.choices("12345", k=rng.randint(2, 4)))
     values = {name: rng.randint(1, 4) for name in ("tail", "copy", "compute")}
-    every = [f"pieces={rng.choice(cuts)}", *(f"{name}={n}" for name, n in values.items())]
-    every += [f"order={rng.choice(('piece', 'peer'))}", "pull", *["kernel"] * (device == "cpu")]
-    return ",".join(rng.sample(every, rng.randint(0, 4)))
+    knobs = [f"pieces={rng.choice(cuts)}", *(f"{name}={n}" for name, n in values.items())]
+    knobs += [f"order={rng.choice(('piece', 'peer'))}", "pull", *["kernel"] * (device == "cpu")]
+    return ",".join(rng.sample(knobs, rng.randint(0, 4)))
 
 
 def random_case(rng: random.Random, world: int, device: str) -> Case:
-    """Any case at all, small."""
+    """Return a random small case."""
     if rng.random() < 0.6:
         rows = (rng.randrange(0, 20),) * world
     else:
@@ -137,21 +137,21 @@ def random_case(rng: random.Random, world: int, device: str) -> Case:
 
 
 @ranks(2, 4)
-def test_any_call_behind_any_other(world: int, device: str) -> None:
+def test_calls_in_any_order(world: int, device: str) -> None:
     rng = random.Random(world)
     kinds = [random_case(rng, world, device) for _ in range(25)]
-    # Each case comes new and warm, behind different ones.
+    # Each case runs as a first call and as a warm call, after different cases.
     cases = [rng.choice(kinds) for _ in range(80)]
     run(world, all_exact, cases, device=device, timeout=100)
 
 
 def _growth(at: Rank) -> list[int]:
-    """Bytes held after each call, and after the group is closed."""
+    """Return the bytes allocated after each call, and after the group is closed."""
     small, sizes = equal(at.world, 4, 8, 8), []
     turns = [small, small.on(rows=(64,) * at.world), small, small.on(k=512), small, small]
     schedules = "hetero-fused-1d", "serial:pull", "uniform-fused-2d"
     cases = [case.on(schedule=name) for name in schedules for case in turns]
-    # Once every slot has been that large, nothing grows.
+    # Once both slots have the largest size, nothing grows.
     cases += [small.on(k=512, schedule="serial")] * 8
     with own_group(at) as group:
         for step, case in enumerate(cases):
@@ -181,28 +181,28 @@ def test_subgroups(at: Rank) -> None:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     three = dist.new_group([0, 1, 3])
     alone = dist.new_group([2])
-    mine = halves[at.rank % 2]
+    half = halves[at.rank % 2]
     for iteration, name in enumerate(KINDS):
-        # The two halves run different sizes at the same time.
-        exact(at, equal(2, 5 + at.rank % 2, 16, 8, schedule=name), iteration, mine)
-        exact(at, Case((2, 5), 9, 4, schedule=name, a="symmetric"), iteration, mine)
+        # The two halves run different sizes concurrently.
+        exact(at, equal(2, 5 + at.rank % 2, 16, 8, schedule=name), iteration, half)
+        exact(at, Case((2, 5), 9, 4, schedule=name, a="symmetric"), iteration, half)
         if at.rank == 2:
             exact(at, equal(1, 5, 16, 8, schedule=name), iteration, alone)
         else:
             exact(at, equal(3, 5, 16, 8, schedule=name), iteration, three)
         exact(at, equal(4, 5, 16, 8, schedule=name), iteration)
-    leave(mine, alone if at.rank == 2 else three)
+    leave(half, alone if at.rank == 2 else three)
 
 
 # Real numbers.
 
 
 def _float_error(at: Rank, dtype: str, schedule: str, k: int) -> tuple[float, float]:
-    """Errors of ficco and of a plain product, as shares of what rounding allows.
+    """Return the errors of ficco and of a plain product, divided by the bound of rounding errors.
 
-    A sum of k products in a format of unit roundoff u, in whatever order, is off by at most
+    In a format of unit roundoff u, the error of a sum of k products, in any order, is at most
     k u / (1 - k u) times the sum of the products' absolute values. The narrow formats add up in
-    float32 and round once more at the end, by half a unit in the last place.
+    float32 and round once at the end, by at most half a unit in the last place.
     """
     case = equal(at.world, 24, k, 20, dtype=dtype, schedule=schedule)
     kind = getattr(torch, dtype)
@@ -210,35 +210,35 @@ def _float_error(at: Rank, dtype: str, schedule: str, k: int) -> tuple[float, fl
     whole = torch.randn(case.m, k, generator=rng, device=at.device, dtype=torch.float64).to(kind)
     b = torch.randn(k, case.n, generator=rng, device=at.device, dtype=torch.float64).to(kind)
     first = sum(case.rows[: at.rank])
-    (found,) = call(case, whole[first : first + 24].clone(), b)
+    (result,) = call(case, whole[first : first + 24].clone(), b)
     want = whole.double() @ b.double()
     total = whole.double().abs() @ b.double().abs()
     unit = 2.0**-53 if dtype == "float64" else 2.0**-24
-    terms = (k + 8) * unit  # eight more for the sums of up to eight pieces
+    terms = (k + 8) * unit  # 8 more for the sums of up to 8 pieces
     narrow = torch.finfo(kind).eps / 2 if kind.itemsize < 4 else 0.0
     allowed = terms / (1 - terms) * total + narrow * (want.abs() + terms / (1 - terms) * total)
-    if dtype == "float64":  # the reference itself is rounded
+    if dtype == "float64":  # the reference is rounded, too
         allowed = 2 * allowed
     plain = whole @ b
-    return tuple(((y.double() - want).abs() / allowed).max().item() for y in (found, plain))
+    return tuple(((y.double() - want).abs() / allowed).max().item() for y in (result, plain))
 
 
 def _float_errors(at: Rank, dtypes: Sequence[str]) -> None:
-    for how in product(dtypes, KINDS, (7, 400)):
-        found, plain = _float_error(at, *how)
-        # Some libraries add narrow products with less care than the bound asks for.
-        assert found <= max(1.0, plain), (*how, found, plain)
+    for arguments in product(dtypes, KINDS, (7, 400)):
+        error, plain = _float_error(at, *arguments)
+        # Some libraries add narrow products less exactly than the bound.
+        assert error <= max(1.0, plain), (*arguments, error, plain)
 
 
 def test_float_error_is_that_of_a_plain_product(device: str) -> None:
     run(3, _float_errors, dtypes_on(device), device=device)
 
 
-# The CPU engine alone.
+# The CPU engine only.
 
 
-#: A rank as torchrun would start it. It tells which shared memory it has mapped and then ends in
-#: one of several ways.
+#: Program of a rank under torchrun. It prints the shared memory that it has mapped, then ends in
+#: one of ``WAYS``.
 SCRIPT = """
 import contextlib, os, re, sys, threading, time
 import torch
@@ -278,7 +278,7 @@ if how == "destroy-then-close":
 elif how == "error":
     raise RuntimeError("on purpose")
 elif how == "in-flight" and dist.get_rank() == 0:
-    # A call of another thread is waiting for a peer that will not come, or has just ended.
+    # A call of another thread waits for a peer that never calls, or has just ended.
     def late():
         with contextlib.suppress(ficco.SignalTimeout):
             ficco.all_gather_matmul(torch.ones(8, 16), torch.ones(16, 4), schedule="serial")
@@ -290,28 +290,28 @@ elif how == "in-flight" and dist.get_rank() == 0:
 def start_ranks(
     folder: Path, script: str, world: int, *args: str, env: dict[str, str] | None = None
 ) -> list[Program]:
-    """Plain processes that find each other as under torchrun, without a launcher. Those of a folder
-    have the same port at every call."""
+    """Start ranks with the environment of torchrun, without a launcher. Calls with the same folder
+    use the same port."""
     note = folder / "port"
     if not note.exists():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             note.write_text(str(probe.getsockname()[1]))
-    place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": note.read_text()}
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": note.read_text()}
     return [
         Program(
             folder,
             f"rank{rank}",
             script,
             args,
-            {"RANK": str(rank), "LOCAL_RANK": str(rank), **place, **(env or {})},
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **(env or {})},
         )
         for rank in range(world)
     ]
 
 
 def end_of(programs: list[Program], timeout: float = 60.0) -> list[Ended]:
-    """How every one of them ended."""
+    """Wait for all programs, and return their exit codes and output."""
     deadline = time.monotonic() + timeout
     try:
         return [program.end(deadline) for program in programs]
@@ -336,27 +336,27 @@ def test_exit_leaves_nothing(how: str, tmp_path: Path) -> None:
         assert how != "close" or ("threads\n" in out and "left 0\n" in out), out
         (line,) = (line for line in out.splitlines() if line.startswith("mapped"))
         mapped |= {name for name in line.split()[1:] if Path(name).exists()}
-    # What the ranks made and unmapped before they looked has our name in it.
+    # Memory that the ranks unmapped before they printed has ficco in its name.
     assert not mapped | {name for name in set(os.listdir("/dev/shm")) - before if "ficco" in name}
 
 
 @on_ranks(2)
 def test_transposed_b_is_not_copied(at: Rank) -> None:
-    """In the thread of the caller, as the dispatcher sees it, below the operator that a mode is
-    shown."""
+    """The dispatcher sees no copy of b in the caller's thread. The test calls the implementation,
+    since a dispatch mode sees only the operator."""
     case = equal(at.world, 16, 32, 24, schedule="hetero-fused-1d", b="transposed")
-    made = make(at, case, 0)
-    place, seen = made.b.untyped_storage().data_ptr(), []
+    sample = make(at, case, 0)
+    address, seen = sample.b.untyped_storage().data_ptr(), []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
             if any(word in str(func) for word in ("clone", "copy", "contiguous")):
-                tensors = (one for one in args if isinstance(one, torch.Tensor))
-                seen.extend(one.untyped_storage().data_ptr() for one in tensors)
+                tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
+                seen.extend(tensor.untyped_storage().data_ptr() for tensor in tensors)
             return func(*args, **(kwargs or {}))
 
-    call(case, made.a, made.b)
+    call(case, sample.a, sample.b)
     with Watch():
-        out, _ = ficco_run("all_gather_matmul", made.a, made.b, dist.group.WORLD, case.schedule)
-    verify(case, [out], made)
-    assert place not in seen
+        out, _ = ficco_run("all_gather_matmul", sample.a, sample.b, dist.group.WORLD, case.schedule)
+    verify(case, [out], sample)
+    assert address not in seen

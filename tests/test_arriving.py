@@ -1,4 +1,4 @@
-"""Rows that arrive for kernels of the caller's own: plans, calls on CPUs, faults, examples."""
+"""``ficco.arriving``, rows for the caller's own kernels: plans, calls on CPUs, faults, examples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ficco.schedules import Schedule
 from ficco.schedules.tiled import Gathering, callers_step, gathering, pieces_of
 from ficco.simulate import simulate
 
-#: Arguments of a block.
+#: Arguments of ``ficco.arriving``.
 WAYS: tuple[dict[str, Any], ...] = (
     {},
     {"pieces": 1},
@@ -47,10 +47,10 @@ SCHEDULES = ("tiled", "tiled:pieces=4", "tiled:pieces=3,order=piece", "tiled:pie
 )
 def test_plans_are_proven(rows: tuple[int, ...]) -> None:
     for turn, schedule in enumerate(SCHEDULES * 2):
-        asked = Gathering(rows, 8, "bfloat16", symmetric=turn < len(SCHEDULES))
-        made = gathering(asked, Schedule.parse(schedule), range(len(rows)))
-        check(made)
-        for plan in made:
+        problem = Gathering(rows, 8, "bfloat16", symmetric=turn < len(SCHEDULES))
+        rank_plans = gathering(problem, Schedule.parse(schedule), range(len(rows)))
+        check(rank_plans)
+        for plan in rank_plans:
             words = [gate.word for gate in plan.steps[callers_step(plan)].gates]
             assert words == [words[0] + i for i in range(len(words))]
             others = sum(rows) - rows[plan.rank]
@@ -58,8 +58,8 @@ def test_plans_are_proven(rows: tuple[int, ...]) -> None:
 
 
 def plans() -> list[Plan]:
-    asked = Gathering((16, 8, 8), 8, "float32")
-    return gathering(asked, Schedule.parse("tiled:pieces=2"), range(3))
+    problem = Gathering((16, 8, 8), 8, "float32")
+    return gathering(problem, Schedule.parse("tiled:pieces=2"), range(3))
 
 
 def calls(step: Step) -> bool:
@@ -68,11 +68,11 @@ def calls(step: Step) -> bool:
 
 def called_twice(steps: list[Step]) -> None:
     call = index(steps, calls)
-    one = steps[call]
+    step = steps[call]
     after = tuple(i + (i >= call) for i in steps[-1].after)
-    steps[call] = changed(one, products=one.products[1:])
+    steps[call] = changed(step, products=step.products[1:])
     steps[-1] = steps[-1]._replace(after=after)
-    steps.insert(call, changed(one, products=one.products[:1], gates=()))
+    steps.insert(call, changed(step, products=step.products[:1], gates=()))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def called_twice(steps: list[Step]) -> None:
         (called_twice, "has 2 calls"),
     ],
 )
-def test_wrong_calls_are_found(edit: Edit, words: str) -> None:
+def test_the_proof_refuses_wrong_calls(edit: Edit, words: str) -> None:
     refused(edited(plans(), 1, edit), words)
 
 
-def test_readers_know_the_call_or_refuse_it() -> None:
+def test_tools_read_the_call_or_refuse_it() -> None:
     (plan, *_) = plans()
     assert "call" in OPS
     assert "caller 0:16 | " in render(plan)
@@ -100,24 +100,24 @@ def test_readers_know_the_call_or_refuse_it() -> None:
 # Calls on CPUs.
 
 
-def gathered(at: Rank, case: Case, iteration: int, **ways: Any) -> None:
-    """One block, which finds every row of A, each once, after it has waited for it."""
+def gathered(at: Rank, case: Case, iteration: int, **arguments: Any) -> None:
+    """A block iterates over all rows of A once, after each piece has arrived."""
     shard = shard_of(case, at.rank, iteration, at.device)
-    if iteration % 2:  # rows with something between them
+    if iteration % 2:  # rows that are not contiguous
         shard = torch.cat([shard, shard], 1)[:, : case.k]
     whole = gathered_a(case, iteration, at.device)
     rows = None if len(set(case.rows)) == 1 else list(case.rows)
-    with ficco.arriving(shard, rows=rows, **ways) as arriving:
+    with ficco.arriving(shard, rows=rows, **arguments) as arriving:
         assert arriving.buffer.shape == whole.shape and arriving.buffer.dtype == whole.dtype
         assert arriving.buffer.is_contiguous() and arriving.words.dtype == torch.int32
         assert arriving.words.shape == (len(arriving.pieces),)
-        found, seen = torch.full_like(whole, 99.0), torch.zeros(case.m, dtype=torch.int32)
+        result, counts = torch.full_like(whole, 99.0), torch.zeros(case.m, dtype=torch.int32)
         for first, last in arriving:
-            found[first:last] = arriving.buffer[first:last]
-            seen[first:last] += 1
+            result[first:last] = arriving.buffer[first:last]
+            counts[first:last] += 1
         assert arriving.words.tolist() == [arriving.ARRIVED] * len(arriving.pieces)
-    assert torch.equal(found, whole), f"rank {at.rank}, {case}, {ways}"
-    assert torch.equal(seen, torch.ones_like(seen))
+    assert torch.equal(result, whole), f"rank {at.rank}, {case}, {arguments}"
+    assert torch.equal(counts, torch.ones_like(counts))
 
 
 def _all_rows(at: Rank) -> None:
@@ -128,20 +128,20 @@ def _all_rows(at: Rank) -> None:
         Case((0,) * (at.world - 1) + (9,), 16, 8),
         equal(at.world, 0, 16, 8),
     )
-    for turn, ways in enumerate(WAYS):
+    for turn, arguments in enumerate(WAYS):
         for iteration, case in enumerate(cases, start=5 * turn):
-            gathered(at, case, iteration, **ways)
+            gathered(at, case, iteration, **arguments)
 
 
 def _between_other_calls(at: Rank) -> None:
-    """Also where nobody has waited for the words, or the block has raised."""
+    """Other calls may follow a block that has not waited for all words, or has raised."""
     case = equal(at.world, 12, 16, 8)
     other = dist.new_group(list(range(at.world)))
     for iteration in range(12):
         exact(at, case.on(schedule=("serial", "growing", "tiled")[iteration % 3]), 2 * iteration)
         shard = shard_of(case, at.rank, iteration, at.device)
         with ficco.arriving(shard, pull=iteration % 2 == 1) as rows:
-            exact(at, case, 100 + iteration, other)  # beside it, in another group
+            exact(at, case, 100 + iteration, other)  # during the block, in another group
             if iteration % 3:
                 rows.wait(len(rows.pieces) - 1)
         if iteration % at.world == at.rank:
@@ -228,11 +228,11 @@ def test_wrong_use_is_refused_by_name(at: Rank) -> None:
     exact(at, case, 3)
 
 
-def _blocks(at: Rank, turns: Sequence[int], timeout_s: float = 20.0, **ways: Any) -> Any:
-    """What some blocks give."""
+def _blocks(at: Rank, turns: Sequence[int], timeout_s: float = 20.0, **arguments: Any) -> Any:
+    """Return the results of blocks with a timeout, or the error."""
     case = equal(at.world, 8, 16, 8)
     with ficco.options(timeout_s=timeout_s):
-        return caught(lambda: [gathered(at, case, turn, **ways) for turn in turns])
+        return caught(lambda: [gathered(at, case, turn, **arguments) for turn in turns])
 
 
 def _serves_again(at: Rank) -> None:
@@ -243,7 +243,7 @@ def _serves_again(at: Rank) -> None:
 
 
 def _broken_off(at: Rank) -> None:
-    """Ranks disagree, are interrupted, come late or end: what the others learn."""
+    """Errors on other ranks after a rank disagrees, is interrupted, is late, or ends."""
     first = at.rank == 0
     failure = _blocks(at, [1], pieces=2 + at.rank)
     assert failure.type == "RankMismatch", failure
@@ -276,7 +276,7 @@ def _broken_off(at: Rank) -> None:
     assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1, failure
 
 
-def test_ranks_learn_of_blocks_that_are_broken_off() -> None:
+def test_errors_of_blocks_reach_other_ranks() -> None:
     _, dead = run(2, _broken_off, fresh=True, catch=True, lost=[1])
     assert isinstance(dead, Died) and dead.exitcode == 3
 
@@ -285,7 +285,7 @@ def test_ranks_learn_of_blocks_that_are_broken_off() -> None:
 
 
 def _kernels(at: Rank) -> float:
-    """Kernels that wait, push and tell; the last one polls while the peer comes late."""
+    """Kernels that wait, push and signal. The last one polls while its peer is late."""
     import arriving_kernels
 
     arriving_kernels.ring(at.rank, at.world, at.device)
@@ -296,12 +296,12 @@ def _kernels(at: Rank) -> float:
     rows = [5 * rank + 1 for rank in range(at.world)]
     a = matmul.integers((sum(rows), 24), 7, at.device)
     b = matmul.integers((24, 20), at.rank, at.device)
-    for ways in ({}, {"pieces": 3, "order": "piece"}, {"pull": True}):
-        c = matmul.gathered_matmul(a.split(rows)[at.rank], b, rows=rows, **ways)
-        assert torch.equal(c, a @ b), ways
+    for arguments in ({}, {"pieces": 3, "order": "piece"}, {"pull": True}):
+        c = matmul.gathered_matmul(a.split(rows)[at.rank], b, rows=rows, **arguments)
+        assert torch.equal(c, a @ b), arguments
 
     case = equal(2, 32, 16, 8)
-    for iteration in (3, 4):  # both slots are there, so that entering waits for nobody
+    for iteration in (3, 4):  # allocates both slots, so that entering waits for no peer
         gathered(at, case, iteration)
     at.barrier()
     time.sleep(0.3 * at.rank)
@@ -316,13 +316,13 @@ def _kernels(at: Rank) -> float:
     return seconds
 
 
-def test_kernels_wait_push_and_tell() -> None:
+def test_kernels_wait_push_and_signal() -> None:
     pytest.importorskip("triton")
     interpreted = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     assert run(2, _kernels, fresh=True, env=interpreted)[0] > 0.2
 
 
-#: By target: what a wait is made of, and what telling is made of, in order.
+#: Instructions of a wait and of a signal, in order, by target.
 TARGETS = {
     ("cuda", 90, 32): (["ld.global.sys.acquire"], ["st.global", "bar.sync", "sys.release"]),
     ("hip", "gfx942", 64): (
@@ -337,7 +337,7 @@ TARGETS = {
 def test_kernels_compile_for_gpus(
     target: tuple[str, Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wait is a load that acquires; a word is set after the stores of all threads."""
+    """A wait is an acquire load. A signal is stored after the stores of all threads."""
     compiler = pytest.importorskip("triton.compiler")
     backends, driver = (
         pytest.importorskip(f"triton.{name}") for name in ("backends.compiler", "runtime.driver")
@@ -354,16 +354,16 @@ def test_kernels_compile_for_gpus(
     for (kernel, types), wanted in zip(kernels.items(), TARGETS[target], strict=True):
         signature = dict(zip(kernel.arg_names, (*types, "constexpr"), strict=True))
         source = compiler.ASTSource(kernel, signature, constexprs={(len(types),): 256})
-        made = compiler.compile(source, target=gpu)
-        text = made.asm.get("ptx") or made.asm["amdgcn"]
-        found, at = [], len(text)
-        for part in reversed(wanted):  # each before the next
+        compiled = compiler.compile(source, target=gpu)
+        text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+        present, at = [], len(text)
+        for part in reversed(wanted):  # each instruction before its successor
             at = text.rfind(part, 0, at)
-            found.append(at >= 0)
-        assert all(found), text
+            present.append(at >= 0)
+        assert all(present), text
 
 
-def test_triton_is_imported_by_device_functions_alone() -> None:
+def test_only_device_functions_import_triton() -> None:
     package = Path(ficco.__file__).parent
     imports = re.compile(r"^\s*(import|from) triton", re.MULTILINE)
     importers = [path for path in package.rglob("*.py") if imports.search(path.read_text())]

@@ -1,4 +1,4 @@
-"""Attention whose keys arrive: masks, plans and their proof, calls on CPUs, faults."""
+"""Attention whose keys are gathered: masks, plans and their proof, calls on CPUs, errors."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ _, *OVER_HOSTS = SUBJECTS["all_gather_attention"].schedules(4, hosts=2)
 
 
 def problem_of(
-    world: int, rows: int, *sizes: int, dtype: str = "bfloat16", **asked: Any
+    world: int, rows: int, *sizes: int, dtype: str = "bfloat16", **mask: Any
 ) -> AttentionProblem:
     """``sizes``: batch, heads of queries and of keys, and elements of a head."""
-    return AttentionProblem(world, rows, *(sizes or (1, 4, 2, 16)), dtype, **asked)
+    return AttentionProblem(world, rows, *(sizes or (1, 4, 2, 16)), dtype, **mask)
 
 
 def whole(case: Case, iteration: int) -> list[torch.Tensor]:
     """Queries, keys and values of a whole sequence."""
     rows, batch, heads, kv_heads, size = case.sizes
     generator, length = torch.Generator().manual_seed(iteration), len(case.rows) * rows
-    shapes = [(batch, some, length, size) for some in (heads, kv_heads, kv_heads)]
+    shapes = [(batch, count, length, size) for count in (heads, kv_heads, kv_heads)]
     dtype = getattr(torch, case.dtype)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
@@ -66,23 +66,23 @@ HEAD_TAIL = problem_of(4, 16, causal=True, placement="head-tail")
 
 
 def dense(rectangles: tuple[Rectangle, ...], queries: int, keys: int) -> torch.Tensor:
-    """How often each pair is in the rectangles, as a library would have them."""
+    """Count the rectangles that contain each pair, by the masks of attention libraries."""
     count = torch.zeros(queries, keys, dtype=torch.int64)
-    for one in rectangles:
-        n, m = one.q_stop - one.q, one.k_stop - one.k
+    for part in rectangles:
+        n, m = part.q_stop - part.q, part.k_stop - part.k
         ahead = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n)
         seen = torch.ones(n, m, dtype=torch.bool)
-        assert not one.causal or n == m, "causal masks of libraries begin in different corners"
-        assert one.whole or n <= m, "flash attention has another band where queries are more"
-        if one.left is not None:
-            assert one.left >= 0  # libraries take less than that for all
-            seen &= ahead >= -one.left
-        if one.right is not None:
-            assert one.right >= 0
-            seen &= ahead <= one.right
-        assert seen.any(1).all(), f"{one} has queries without a key"
-        assert int(seen.sum()) == one.pairs, one
-        count[one.q : one.q_stop, one.k : one.k_stop] += seen
+        assert not part.causal or n == m, "causal masks of libraries begin in different corners"
+        assert part.whole or n <= m, "flash attention has another band where queries are more"
+        if part.left is not None:
+            assert part.left >= 0  # libraries read a negative bound as no bound
+            seen &= ahead >= -part.left
+        if part.right is not None:
+            assert part.right >= 0
+            seen &= ahead <= part.right
+        assert seen.any(1).all(), f"{part} has queries without a key"
+        assert int(seen.sum()) == part.pairs, part
+        count[part.q : part.q_stop, part.k : part.k_stop] += seen
     return count
 
 
@@ -97,11 +97,11 @@ def masked(draw: Any) -> tuple[Mask, list[Segment], list[Segment], int]:
 
     def rows() -> list[Segment]:
         ends = sorted(draw(st.lists(st.integers(0, length), min_size=2, max_size=6)))
-        row, found = 0, []
+        row, segments = 0, []
         for first, last in zip(ends[::2], ends[1::2], strict=False):
-            found.append(Segment(row, first, last - first))
+            segments.append(Segment(row, first, last - first))
             row += last - first
-        return list(mask.segments(found))
+        return list(mask.segments(segments))
 
     return mask, rows(), rows(), length
 
@@ -112,12 +112,12 @@ def test_rectangles_have_each_pair_once(drawn: Any) -> None:
     mask, queries, keys, length = drawn
     facts = {"causal": mask.causal, "window": mask.window, "cu_seqlens": mask.bounds}
     at = [
-        torch.tensor([p for _, first, n in some for p in range(first, first + n)], dtype=int)
-        for some in (queries, keys)
+        torch.tensor([p for _, first, n in segments for p in range(first, first + n)], dtype=int)
+        for segments in (queries, keys)
     ]
     wanted = attended(facts, at[0][:, None], at[1][None])
-    found = dense(mask.rectangles(queries, keys), *wanted.shape)
-    assert torch.equal(found, wanted.to(found.dtype))
+    counts = dense(mask.rectangles(queries, keys), *wanted.shape)
+    assert torch.equal(counts, wanted.to(counts.dtype))
 
 
 # Plans.
@@ -126,24 +126,24 @@ def test_rectangles_have_each_pair_once(drawn: Any) -> None:
 @given(data=st.data())
 @settings(max_examples=120, deadline=None)
 def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
-    """Those of calls, and of gradients, for which what was gathered is kept or travels again."""
+    """Plans of forwards, and of backwards that use saved keys and values or gather them again."""
     hosts, local = data.draw(st.sampled_from((*((1, n) for n in range(1, 9)), *TOPOLOGIES)))
     world, half = hosts * local, data.draw(st.integers(0, 10))
     length, causal = 2 * half * world, data.draw(st.booleans())
     window = data.draw(st.none() | st.integers(0, 100)) if causal else None
     inner = data.draw(st.lists(st.integers(0, 160), max_size=5))
-    cuts = {0, length, *(min(one, length) for one in inner)}
+    cuts = {0, length, *(min(cut, length) for cut in inner)}
     bounds = tuple(sorted(cuts)) if inner and length else ()
     dtype = data.draw(st.sampled_from(("bfloat16", "float32")))
     placement, keeps = data.draw(st.sampled_from(PLACEMENTS)), data.draw(st.booleans())
     mask: Any = {"causal": causal, "window": window, "cu_seqlens": bounds, "placement": placement}
     schedule = Schedule.parse(data.draw(st.sampled_from(OVER_HOSTS if hosts > 1 else SCHEDULES)))
     problem = problem_of(world, 2 * half, 1, 4, 1, 8, dtype=dtype, hosts=hosts, **mask)
-    for asked in (replace(problem, keeps=keeps and world > 1), problem.gradient(keeps)):
-        made = attention_plans(asked, schedule)
-        check(made)
-        render(made[0])
-    for plan in made if keeps and hosts == 1 else ():  # gradients travel, and nothing else does
+    for kind in (replace(problem, keeps=keeps and world > 1), problem.gradient(keeps)):
+        plans = attention_plans(kind, schedule)
+        check(plans)
+        render(plans[0])
+    for plan in plans if keeps and hosts == 1 else ():  # only gradients are sent
         moves = [step.copy for step in plan.steps]
         assert {move.src.buffer for move in moves if move} <= {"leaving"}
         assert "staging" not in plan.buffer
@@ -161,12 +161,12 @@ def awaits_keys(step: Step) -> bool:
 
 
 def first(**fields: Any) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Other fields in the first of some things, as :func:`edits.replaced` has them."""
+    """Return a function that replaces fields of the first item, by :func:`edits.replaced`."""
     return lambda items: (replaced(items[0], fields), *items[1:])
 
 
 def refuted(plans: list[Plan], edit: Edit, words: str) -> None:
-    """The proof finds the plans right, and not those in which rank 1 has an edit."""
+    """The proof accepts the plans, and refuses them if rank 1's plan is edited."""
     check(plans)
     refused(edited(plans, 1, edit), words)
 
@@ -180,7 +180,7 @@ def refuted(plans: list[Plan], edit: Edit, words: str) -> None:
         (attends, {"first": 0}, "other rows than it says"),
         (awaits_keys, {"out": {"buffer": "out"}}, "attends in the wrong buffers"),
         (awaits_keys, {"kv": {"rank": 0}}, "at a peer"),
-        # Rows of queries and of the result that nobody else has.
+        # The only step for these rows of queries and of the result.
         (attends, {"q": UP, "out": UP}, "leaves out rows 8:9"),
     ],
 )
@@ -204,22 +204,22 @@ def test_choice() -> None:
     sizes = 4, 16384, 1, 32, 8, 128, "bfloat16"
     problem = AttentionProblem(*sizes, causal=True, placement="head-tail")
     chosen = decide(problem, machine=machine)
-    seconds = {one.schedule: one.queued for one in chosen.candidates}
+    seconds = {candidate.schedule: candidate.queued for candidate in chosen.candidates}
     assert seconds.keys() == {*GATHERED.compared} and chosen.source == "model"
     assert seconds[str(chosen.schedule)] == min(seconds.values()) < seconds["serial"]
     slow = replace(machine, topology=replace(machine.topology, bandwidth=1e9))
     assert GATHERED.seconds(problem, Schedule.parse("growing"), slow) > seconds["growing"]
     assert str(decide(problem).schedule) == "growing"
-    knobs = ":tail=2,compute=2", ":compute=2", ""  # each is slower than the one before, as measured
+    knobs = ":tail=2,compute=2", ":compute=2", ""  # each is slower than its predecessor, measured
     short = replace(problem, rows=4096)
-    ways = [GATHERED.seconds(short, Schedule.parse(f"growing{one}"), machine) for one in knobs]
-    assert ways == sorted(set(ways))
+    times = [GATHERED.seconds(short, Schedule.parse(f"growing{knob}"), machine) for knob in knobs]
+    assert times == sorted(set(times))
 
 
 # Calls on CPUs.
 
 
-def test_keys_laid_out_as_they_travel_are_not_copied() -> None:
+def test_keys_in_the_layout_of_staging_are_not_copied() -> None:
     for batch in (1, 2):
         kv = torch.empty(8, 2, batch, 2, 16)
         k, v = (kv[:, turn].permute(1, 2, 0, 3) for turn in (0, 1))
@@ -228,7 +228,7 @@ def test_keys_laid_out_as_they_travel_are_not_copied() -> None:
 
 @on_ranks(4)
 def test_memory_is_capped(at: Rank) -> None:
-    """A cap that a ring of steps keeps to, and caps that are refused: a ring of ranks has none."""
+    """Calls keep to a cap by a ring of stages. Too low a cap raises, and any cap for "ring"."""
     subject, facts = SUBJECTS["all_gather_attention"], {"causal": True, "placement": "head-tail"}
     case = Case((16,) * at.world, (16, 1, 4, 2, 16), schedule="shard-overlap", facts=facts)
     for turn, cap in enumerate((*(24_000,) * 4, 60_000)):
@@ -239,13 +239,13 @@ def test_memory_is_capped(at: Rank) -> None:
     for turn, schedule in enumerate((*BY_HEADS, "auto")):
         with ficco.options(workspace_bytes=180_000):
             exact(at, by_heads, heads.on(schedule=schedule), turn, saves=turn % 2 > 0)
-    for of, one, cap in (
+    for operator, small, cap in (
         (subject, case.on(schedule="growing"), 6_000),
         (subject, case.on(schedule="ring"), 4_000),
         (by_heads, heads, 6_000),
     ):
         with ficco.options(workspace_bytes=cap):
-            failure = caught(lambda: exact(at, of, one, 1))  # noqa: B023
+            failure = caught(lambda: exact(at, operator, small, 1))  # noqa: B023
         assert failure.type == "ValueError", failure
         assert "workspace_bytes: required at least" in failure.text
 
@@ -253,19 +253,19 @@ def test_memory_is_capped(at: Rank) -> None:
 # Gradients.
 
 
-def not_finite(at: Rank, what: float, case: Case) -> None:
-    """Keys of the last rank are no numbers, or hidden by -inf."""
+def not_finite(at: Rank, value: float, case: Case) -> None:
+    """Attend to keys of the last rank that are NaN, or -inf, which masks them."""
     rows, _, heads, kv_heads, size = case.sizes
-    every = [one.to(at.device) for one in whole(case, 1)]
-    every[0].abs_()
-    every[1][:, :, -rows:] = what
-    mine = slice(rows * at.rank, rows * (at.rank + 1))
-    shards = [one[:, :, mine].contiguous().requires_grad_() for one in every]
+    wholes = [tensor.to(at.device) for tensor in whole(case, 1)]
+    wholes[0].abs_()
+    wholes[1][:, :, -rows:] = value
+    own = slice(rows * at.rank, rows * (at.rank + 1))
+    shards = [tensor[:, :, own].contiguous().requires_grad_() for tensor in wholes]
     out = ficco.all_gather_attention(*shards)
-    q, k, v = (one.detach().double() for one in (shards[0], *every[1:]))
-    k, v = (one.repeat_interleave(heads // kv_heads, 1) for one in (k, v))
+    q, k, v = (tensor.detach().double() for tensor in (shards[0], *wholes[1:]))
+    k, v = (tensor.repeat_interleave(heads // kv_heads, 1) for tensor in (k, v))
     wanted = (q @ k.transpose(-1, -2) * size**-0.5).softmax(-1) @ v
-    if what == -torch.inf:
+    if value == -torch.inf:
         assert (out - wanted).abs().max() < (1e-5 if out.itemsize > 2 else 2e-2)
         return
     assert out.isnan().all() and wanted.isnan().all()
@@ -275,8 +275,8 @@ def not_finite(at: Rank, what: float, case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_scores_that_are_not_finite_are_not_merged_as_zeros(dtype: str) -> None:
-    for what in (torch.nan, -torch.inf):
-        run(2, not_finite, what, Case((8,) * 2, (8, 1, 4, 2, 16), dtype))
+    for value in (torch.nan, -torch.inf):
+        run(2, not_finite, value, Case((8,) * 2, (8, 1, 4, 2, 16), dtype))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -291,31 +291,31 @@ def test_keys_of_grouped_heads_are_repeated_for_older_releases(
     gradients = backward(heads, back, rows, 0.25)
     library = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-    def strict(q: torch.Tensor, k: torch.Tensor, *args: Any, **more: Any) -> Any:
+    def strict(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         seen.append(q.shape[1] == k.shape[1])
-        return library(q, k, *args, **more)
+        return library(q, k, *args, **kwargs)
 
     monkeypatch.setattr("ficco.compute.attention.release_of_torch", lambda: (2, 8))
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", strict)
-    for one, other in zip(attention(heads, rows, 0.25), wanted, strict=True):
-        assert torch.equal(one, other)
+    for result, want in zip(attention(heads, rows, 0.25), wanted, strict=True):
+        assert torch.equal(result, want)
     assert seen == [True]
-    for one, other in zip(backward(heads, back, rows, 0.25), gradients, strict=True):
-        assert one.shape == other.shape and (one - other).abs().max() < 1e-12
+    for result, want in zip(backward(heads, back, rows, 0.25), gradients, strict=True):
+        assert result.shape == want.shape and (result - want).abs().max() < 1e-12
 
 
-# Behind PyTorch's function.
+# Calls of scaled_dot_product_attention that ficco serves.
 
 
 @on_ranks(4)
 def test_behind_pytorchs_context_parallelism(at: Rank) -> None:
     mesh = init_device_mesh("cpu", (at.world,))
     case = Case((8,) * at.world, (8, 1, 4, 2, 16), facts={"placement": "head-tail"})
-    q, k, v = (one.requires_grad_() for one in whole(case, 3))
+    q, k, v = (tensor.requires_grad_() for tensor in whole(case, 3))
     wanted = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     (grad,) = torch.autograd.grad(wanted.sum(), q)
-    mine = SUBJECTS["all_gather_attention"].positions(case, at.rank)
-    shards = [one.detach().clone() for one in (q, k, v)]
+    own = SUBJECTS["all_gather_attention"].positions(case, at.rank)
+    shards = [tensor.detach().clone() for tensor in (q, k, v)]
     with (
         context_parallel(mesh, buffers=shards, buffer_seq_dims=[2, 2, 2]),
         ficco.behind_sdpa(mesh),
@@ -324,10 +324,10 @@ def test_behind_pytorchs_context_parallelism(at: Rank) -> None:
         assert call is not scaled_dot_product_attention
         leaf = shards[0].detach().clone().requires_grad_()
         out = call(leaf, *shards[1:], is_causal=True, enable_gqa=True)
-        (mine_grad,) = torch.autograd.grad(out.sum(), leaf)
-        assert torch.equal(shards[0], q[:, :, mine])
-        assert (out - wanted[:, :, mine]).abs().max() < 1e-6
-        assert (mine_grad - grad[:, :, mine]).abs().max() < 1e-5
+        (own_grad,) = torch.autograd.grad(out.sum(), leaf)
+        assert torch.equal(shards[0], q[:, :, own])
+        assert (out - wanted[:, :, own]).abs().max() < 1e-6
+        assert (own_grad - grad[:, :, own]).abs().max() < 1e-5
         wrong: Any
         for wrong in ({"dropout_p": 0.1}, {"attn_mask": torch.ones(8, 32)}, {"enable_gqa": False}):
             failure = caught(lambda: call(*shards, **({"enable_gqa": True} | wrong)))  # noqa: B023
@@ -337,39 +337,39 @@ def test_behind_pytorchs_context_parallelism(at: Rank) -> None:
 
 
 @on_ranks(2)
-def test_layers_behind_it(at: Rank) -> None:
-    """Layers of PyTorch's, also where they have a fused kernel, but none that asks for weights; and
-    one of ficco's, whose attention is already to the whole sequence."""
+def test_layers_behind_sdpa(at: Rank) -> None:
+    """PyTorch's layers, in modes with and without a fused kernel, are served unless they return
+    weights. ficco's own layers, which attend to the whole sequence, are unchanged."""
     torch.manual_seed(1)
     layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
     heads = ficco.nn.UlyssesAttention(16, 4, device=at.device)
     x = torch.randn(1, 4 * at.world, 16)
-    mine = x[:, 4 * at.rank : 4 * at.rank + 4]
+    own = x[:, 4 * at.rank : 4 * at.rank + 4]
     for trains in (True, False):
         with torch.no_grad():
             layer.train(trains)
             wanted, _ = layer(x, x, x, need_weights=False)
-            of_heads = heads(mine)
+            unwrapped = heads(own)
             with ficco.behind_sdpa(placement="ranks"):
-                found, _ = layer(mine, mine, mine, need_weights=False)
-                assert torch.equal(heads(mine), of_heads)
-                failure = caught(lambda: layer(mine, mine, mine))  # noqa: B023
-        assert (found - wanted[:, 4 * at.rank : 4 * at.rank + 4]).abs().max() < 1e-5
+                y, _ = layer(own, own, own, need_weights=False)
+                assert torch.equal(heads(own), unwrapped)
+                failure = caught(lambda: layer(own, own, own))  # noqa: B023
+        assert (y - wanted[:, 4 * at.rank : 4 * at.rank + 4]).abs().max() < 1e-5
         assert torch.backends.mha.get_fastpath_enabled()
         assert failure.type == "ValueError" and "pass need_weights=False" in failure.text, failure
-    _, weights = layer(mine, mine, mine)
+    _, weights = layer(own, own, own)
     assert weights.shape == (1, 4, 4)
 
 
 @on_ranks(2)
-def test_a_checkpoint_behind_it_is_recomputed_behind_it(at: Rank) -> None:
-    """The backward, and with it the recomputation, comes after the block."""
-    every = whole(Case((8,) * at.world, (8, 1, 4, 4, 16)), 3)
-    wholes = [one.requires_grad_() for one in every]
+def test_a_checkpoint_is_recomputed_by_ficco(at: Rank) -> None:
+    """The backward, with its recomputation, runs after the block."""
+    tensors = whole(Case((8,) * at.world, (8, 1, 4, 4, 16)), 3)
+    wholes = [tensor.requires_grad_() for tensor in tensors]
     grad = torch.randn(wholes[0].shape, generator=torch.Generator().manual_seed(5))
     out = scaled_dot_product_attention(*wholes, is_causal=True)
     wanted = torch.autograd.grad(out, wholes, grad)
-    mine = slice(8 * at.rank, 8 * (at.rank + 1))
+    own = slice(8 * at.rank, 8 * (at.rank + 1))
     functions = checkpoint.CheckpointFunction.forward, checkpoint.checkpoint
 
     def attend(*operands: torch.Tensor) -> torch.Tensor:
@@ -377,24 +377,24 @@ def test_a_checkpoint_behind_it_is_recomputed_behind_it(at: Rank) -> None:
         return call(*operands, is_causal=True)
 
     for reentrant in (True, False):
-        leaves = [one.detach()[:, :, mine].clone().requires_grad_() for one in wholes]
+        leaves = [tensor.detach()[:, :, own].clone().requires_grad_() for tensor in wholes]
         with ficco.behind_sdpa(placement="ranks"):
             out = checkpoint.checkpoint(attend, *leaves, use_reentrant=reentrant)
         assert torch.nn.functional.scaled_dot_product_attention is scaled_dot_product_attention
-        out.backward(grad[:, :, mine])
+        out.backward(grad[:, :, own])
         for leaf, want in zip(leaves, wanted, strict=True):
-            assert (leaf.grad - want[:, :, mine]).abs().max() < 1e-5
+            assert (leaf.grad - want[:, :, own]).abs().max() < 1e-5
         assert (checkpoint.CheckpointFunction.forward, checkpoint.checkpoint) == functions
 
 
-# Errors, of attention by heads, too.
+# Errors, also of attention by heads.
 
 OPERATORS = "all_gather_attention", "ulysses_attention"
-#: What are no bounds of packed sequences.
-NO_BOUNDS = (16, 0, "16", [], (), [[0, 16]], torch.tensor(16), torch.zeros(3, device="meta"))
+#: Invalid bounds of packed sequences.
+BAD_BOUNDS = (16, 0, "16", [], (), [[0, 16]], torch.tensor(16), torch.zeros(3, device="meta"))
 ON_THE_HOST = "^cu_seqlens: required a list of whole numbers on the host"
 Q, K, ODD = torch.zeros(1, 4, 8, 16), torch.zeros(1, 2, 8, 16), torch.zeros(1, 3, 8, 16)
-#: Operands and facts of calls on two ranks, and what the refusal says of one or the other operator.
+#: Operands and arguments of invalid calls on two ranks, and a pattern of the error.
 WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((Q, K, None), {}, "v"),
     ((Q, K[0], K), {}, "k"),
@@ -419,9 +419,9 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((Q, K, K), {"scale": "1"}, "scale"),
     ((Q, K, K), {"scale": True}, "scale"),
     ((Q, K, K), {"causal": 1}, "causal"),
-    *(((Q, K, K), {"cu_seqlens": one}, ON_THE_HOST) for one in NO_BOUNDS),
+    *(((Q, K, K), {"cu_seqlens": bounds}, ON_THE_HOST) for bounds in BAD_BOUNDS),
 ]
-#: Of one of both.
+#: Invalid calls of one operator.
 OWN = {
     "all_gather_attention": [
         ((Q, K, K), {"placement": "zigzag"}, "placement"),
@@ -435,23 +435,23 @@ OWN = {
 @pytest.mark.parametrize("operator", OPERATORS)
 @on_ranks(2)
 def test_bad_input_says_what_to_do(at: Rank, operator: str) -> None:
-    """The same on all ranks, and the group goes on."""
+    """The error is the same on all ranks, and the group stays usable."""
     call, texts = getattr(ficco, operator), []
-    for operands, facts, word in [*WRONG, *OWN[operator]]:
-        failure = caught(lambda: call(*operands, **facts))  # noqa: B023
-        assert isinstance(failure, Failure), (operands, facts)
+    for operands, arguments, word in [*WRONG, *OWN[operator]]:
+        failure = caught(lambda: call(*operands, **arguments))  # noqa: B023
+        assert isinstance(failure, Failure), (operands, arguments)
         assert failure.type in ("ValueError", "NotImplementedError", "InvalidArgument"), failure
         assert re.search(word, failure.text), (word, failure.text)
         assert re.search("required|not served|take growing", failure.text), failure.text
         texts.append(failure.text)
         call(Q, K, K)
-    with FlopCounterMode(display=False):  # makes it a call of an operator
-        for operands, facts, word in WRONG[-len(NO_BOUNDS) - 3 :]:
-            failure = caught(lambda: call(*operands, **facts))  # noqa: B023
+    with FlopCounterMode(display=False):  # makes the call an operator of the dispatcher
+        for operands, arguments, word in WRONG[-len(BAD_BOUNDS) - 3 :]:
+            failure = caught(lambda: call(*operands, **arguments))  # noqa: B023
             assert re.search(word, failure.text) and "required" in failure.text, failure
-    every: list[Any] = [None] * at.world
-    dist.all_gather_object(every, texts)
-    assert every == [texts] * at.world
+    gathered: list[Any] = [None] * at.world
+    dist.all_gather_object(gathered, texts)
+    assert gathered == [texts] * at.world
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -471,8 +471,8 @@ def test_numbers_of_any_type_are_those_of_python(at: Rank, operator: str) -> Non
 
 @pytest.mark.parametrize("operator", OPERATORS)
 @on_ranks(2)
-def test_ranks_that_differ_are_told(at: Rank, operator: str) -> None:
-    """In a mask, rows, heads, the scale or the gradients that they want."""
+def test_ranks_that_differ_are_named(at: Rank, operator: str) -> None:
+    """Ranks differ in the mask, rows, heads, the scale or the gradients that they need."""
     longer, wide = torch.zeros(1, 4, 10, 16), torch.zeros(1, 4, 8, 16)
     others: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((Q, K, K), {"causal": True}),
@@ -480,12 +480,12 @@ def test_ranks_that_differ_are_told(at: Rank, operator: str) -> None:
         ((Q, wide, wide), {}),
         ((Q, K, K), {"scale": 2.0}),
     ]
-    if operator == "ulysses_attention":  # whose ranks with gradients keep more of a call
+    if operator == "ulysses_attention":  # a call with gradients saves more
         others.append(((Q.clone().requires_grad_(), K, K), {}))
     for other in others:
         operands, facts = other if at.rank else ((Q, K, K), {})
         with own_group(at) as group:
-            how = {**facts, "group": group}
-            failure = caught(lambda: getattr(ficco, operator)(*operands, **how))  # noqa: B023
+            arguments = {**facts, "group": group}
+            failure = caught(lambda: getattr(ficco, operator)(*operands, **arguments))  # noqa: B023
         assert failure.type == "RankMismatch" and operator in failure.text, failure
         assert ("causal" in failure.text) or "causal" not in other[1], failure

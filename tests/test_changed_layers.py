@@ -1,6 +1,6 @@
-"""Layers that other tools have changed: by hooks, adapters, parametrizations, FSDP2, quantization.
+"""Layers changed by other tools: hooks, adapters, parametrizations, FSDP2, quantization.
 
-All values are small integers in float32, so that results are compared with no tolerance.
+All values are small integers in float32, so that results are compared without tolerance.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from ficco.nn import (
 
 
 class Doubled(torch.Tensor):
-    """Twice another tensor, as a quantized tensor is a multiple of its integers. Its only kernel is
-    that of ``linear``."""
+    """Twice another tensor, like a quantized tensor, which is a multiple of its integers. Its only
+    kernel is ``linear``."""
 
     half: torch.Tensor
 
     @staticmethod
     def __new__(cls, half: torch.Tensor) -> Doubled:
-        made = torch.Tensor._make_wrapper_subclass(cls, half.shape, dtype=half.dtype)
-        made.half = half
-        return made
+        doubled = torch.Tensor._make_wrapper_subclass(cls, half.shape, dtype=half.dtype)
+        doubled.half = half
+        return doubled
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["half"], None
@@ -116,7 +116,7 @@ def _prune(layer: nn.Module, parts: int = 1) -> None:
     prune.custom_from_mask(layer, "weight", mask)
 
 
-#: Changes of a layer that its own call sees.
+#: Changes of a layer that take effect in its own call.
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "forward hook": lambda layer: layer.register_forward_hook(lambda _, args, out: 2 * out),
     "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda _, args: (2 * args[0],)),
@@ -127,26 +127,26 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def _gathered_once(at: Rank) -> None:
-    """A layer that was changed is called; one whose call changes its input gathers for itself."""
+    """``gather_once`` calls a changed layer. A layer that changes its input gathers separately."""
     x = integers(SEQUENCE, HIDDEN, seed=3)
     grads = [integers(SEQUENCE, WIDE, seed=seed) for seed in (4, 5)]
     for name, change in CHANGES.items():
         wholes = [linear(HIDDEN, WIDE, seed) for seed in (1, 2)]
-        layers = [ColumnParallelLinear.from_linear(each) for each in wholes]
-        mine, whole = part(x, at, 0).requires_grad_(), x.clone().requires_grad_()
+        layers = [ColumnParallelLinear.from_linear(layer) for layer in wholes]
+        own, whole = part(x, at, 0).requires_grad_(), x.clone().requires_grad_()
         change(layers[1])
         (partial(_prune, parts=at.world) if name == "pruning" else change)(wholes[1])
         with counted() as counts:
-            outs = gather_once(mine, *layers)
+            outs = gather_once(own, *layers)
         assert counts["all_gather_matmul"] == (1 if name == "forward hook" else 2), name
-        wanted = [each(whole) for each in wholes]
+        wanted = [layer(whole) for layer in wholes]
         for out, want in zip(outs, wanted, strict=True):
             same(out, part(want, at, 1), name)
         torch.autograd.backward(outs, [part(grad, at, 1) for grad in grads])
         torch.autograd.backward(wanted, grads)
-        same(mine.grad, part(whole.grad, at, 0), f"{name}: gradient of x")
+        same(own.grad, part(whole.grad, at, 0), f"{name}: gradient of x")
         same_gradients(layers[1], wholes[1], name, at.rank, at.world)
-        assert not hasattr(mine, "_ficco_shared")
+        assert not hasattr(own, "_ficco_shared")
 
 
 def _hook_of_one_rank(at: Rank) -> None:
@@ -163,8 +163,8 @@ def _hook_of_one_rank(at: Rank) -> None:
 def _changed_projections(at: Rank) -> None:
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
-        return q + 2 * k.flip(2) + 3 * v  # of all positions, and exact
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return q + 2 * k.flip(2) + 3 * v  # depends on all positions, and is exact
 
     x = integers(2, SEQUENCE, 6, seed=9, most=1)
     names = "q_proj", "k_proj", "v_proj", "o_proj"
@@ -179,21 +179,19 @@ def _changed_projections(at: Rank) -> None:
                 setattr(layer, which, Adapter(projection))
             else:
                 CHANGES[change](projection)
-        whole, mine = x.clone().requires_grad_(), part(x, at, 1).requires_grad_()
+        whole, own = x.clone().requires_grad_(), part(x, at, 1).requires_grad_()
         heads = [getattr(layer, name)(whole).unflatten(-1, (-1, 3)) for name in names[:3]]
-        want = layer.o_proj(
-            attend(*(one.transpose(1, 2) for one in heads)).transpose(1, 2).flatten(2)
-        )
-        out, about = layer(mine, attend=attend), f"{changed}, {change}"
+        want = layer.o_proj(attend(*(x.transpose(1, 2) for x in heads)).transpose(1, 2).flatten(2))
+        out, about = layer(own, attend=attend), f"{changed}, {change}"
         same(out, part(want, at, 1), about)
-        params = [each for each in layer.parameters() if each.requires_grad]
+        params = [param for param in layer.parameters() if param.requires_grad]
         grad = integers(*want.shape, seed=10, most=1)
-        of_whole, *wanted = torch.autograd.grad(want, [whole, *params], grad)
-        of_mine, *found = torch.autograd.grad(out, [mine, *params], part(grad, at, 1))
-        same(of_mine, part(of_whole, at, 1), f"{about}: gradient of x")
-        for own, all_of_it in zip(found, wanted, strict=True):
-            dist.all_reduce(own)
-            same(own, all_of_it, f"{about}: gradient of a parameter")
+        grad_whole, *wanted = torch.autograd.grad(want, [whole, *params], grad)
+        grad_own, *grads = torch.autograd.grad(out, [own, *params], part(grad, at, 1))
+        same(grad_own, part(grad_whole, at, 1), f"{about}: gradient of x")
+        for own_grad, want_grad in zip(grads, wanted, strict=True):
+            dist.all_reduce(own_grad)
+            same(own_grad, want_grad, f"{about}: gradient of a parameter")
 
 
 def halves(layer: Any, inner: Callable[[torch.Tensor], torch.Tensor] = plain) -> None:
@@ -202,7 +200,7 @@ def halves(layer: Any, inner: Callable[[torch.Tensor], torch.Tensor] = plain) ->
 
 @on_ranks(2)
 def test_weights_with_kernels_of_their_own_are_multiplied_by_them(at: Rank) -> None:
-    """Layers of a group, layers of a mesh, and styles, whose weights were replaced afterwards."""
+    """Layers of a group, layers of a mesh, and styles, with weights replaced after construction."""
     mesh, x = mesh_of(at), integers(3, SEQUENCE, HIDDEN, seed=3, most=1)
     for bias in (True, False):
         whole = nn.Sequential(linear(HIDDEN, WIDE, 1, bias), linear(WIDE, HIDDEN, 2, bias))
@@ -213,17 +211,17 @@ def test_weights_with_kernels_of_their_own_are_multiplied_by_them(at: Rank) -> N
             column, row = over_ranks(whole, group=group, sequence_dim=1)
             halves(column)
             halves(row)
-            mine = part(x, at, 1).requires_grad_()
-            (out,) = gather_once(mine, column)
+            own = part(x, at, 1).requires_grad_()
+            (out,) = gather_once(own, column)
             same(out, part(middle, at, 2), "column")
             y = row(out)
             assert not out._is_view() and not y._is_view()
             same(y, part(want, at, 1), "row")
             grad = integers(*want.shape, seed=5, most=1)
             y.backward(part(grad, at, 1))
-            of_x = grad @ (2 * down.weight) @ (2 * up.weight)
-            same(mine.grad, part(of_x, at, 1), "gradient of x")
-        inners = plain, lambda weight: weight  # a weight of parts, or of DTensors
+            grad_x = grad @ (2 * down.weight) @ (2 * up.weight)
+            same(own.grad, part(grad_x, at, 1), "gradient of x")
+        inners = plain, lambda weight: weight  # a weight of local parts, or of DTensors
         for layout, inner in itertools.product((Shard(1), Replicate()), inners):
             model, cut = copy.deepcopy(whole), part if layout == Shard(1) else lambda x, at, dim: x
             columns = ColwiseParallel(input_layouts=layout)
@@ -236,7 +234,7 @@ def test_weights_with_kernels_of_their_own_are_multiplied_by_them(at: Rank) -> N
 
 
 def _refused(at: Rank) -> None:
-    """What weights with kernels of their own cannot have, and meshes in falling order."""
+    """Errors of weights with kernels of their own, and of meshes with ranks in falling order."""
     source, x = nn.Linear(HIDDEN, WIDE), torch.ones(4, 8)
     column, row = ColumnParallelLinear(HIDDEN, WIDE), RowParallelLinear(WIDE, HIDDEN)
     for layer in (source, column, row):
@@ -258,7 +256,7 @@ def _refused(at: Rank) -> None:
 
 
 def _replaced(at: Rank) -> None:
-    """Tools that replace linear layers leave parallel ones."""
+    """Parallel layers are no ``nn.Linear``, so that tools that replace linear layers skip them."""
     model = nn.Sequential(ColumnParallelLinear(8, 8), nn.ReLU(), RowParallelLinear(8, 8))
     assert not [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
 
@@ -271,16 +269,16 @@ def test_changed_layers(check: Callable[[Rank], None]) -> None:
 
 
 def _sharded_by_fsdp(at: Rank) -> None:
-    """Weights that FSDP2 has sharded are gathered for a call, and refused between calls."""
+    """FSDP2's sharded weights are gathered in a call of the module, and refused between calls."""
     mesh = init_device_mesh(at.device.type, (at.world, 1), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(5)  # ranks of which each has a part of a weight have the same weight
+    torch.manual_seed(5)  # all ranks draw the same whole weight
     model = nn.Sequential(*(ColumnParallelLinear(HIDDEN, WIDE, group=mesh["tp"]) for _ in range(2)))
-    each, x = copy.deepcopy(model), torch.ones(4, HIDDEN)
-    for layer in each:
+    separate, x = copy.deepcopy(model), torch.ones(4, HIDDEN)
+    for layer in separate:
         fully_shard(layer, mesh=mesh["dp"])
     wants = [layer(x) for layer in model]
-    for out, want in zip(gather_once(x, *each), wants, strict=True):
-        same(out, want, "of layers that are sharded one by one")
+    for out, want in zip(gather_once(x, *separate), wants, strict=True):
+        same(out, want, "layers that are sharded separately")
     fully_shard(model, mesh=mesh["dp"])
     model.forward = lambda x: gather_once(x, *model)  # type: ignore[method-assign]
     for out, want in zip(model(x), wants, strict=True):
@@ -291,13 +289,13 @@ def _sharded_by_fsdp(at: Rank) -> None:
 
 
 def _changed_in_place(at: Rank) -> None:
-    """Outputs are no views: they may be changed in place, also under ``fully_shard``."""
+    """Outputs are no views, so that they may be changed in place, also under ``fully_shard``."""
     data = init_device_mesh(at.device.type, (1, at.world), mesh_dim_names=("dp", "tp"))
     weight = integers(WIDE, HIDDEN, seed=2).requires_grad_()
     for shape in ((3, SEQUENCE, HIDDEN), (SEQUENCE, HIDDEN)):
         dim, x = len(shape) - 2, integers(*shape, seed=1)
         functions = parallel.copied_linear, parallel.reduced_linear
-        calls: dict[str, Any] = {each.__name__: partial(each, weight=weight) for each in functions}
+        calls: dict[str, Any] = {fn.__name__: partial(fn, weight=weight) for fn in functions}
         for group in (None, data["tp"]):
             where: dict[str, Any] = {"bias": False, "group": group, "sequence_dim": dim}
             column, other = (ColumnParallelLinear(HIDDEN, WIDE, **where) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Blocks of ``ficco.expect`` refuse calls that hide nothing; ``ficco.counters`` counts calls."""
+"""``ficco.expect`` refuses calls that hide no communication. ``ficco.counters`` counts calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ficco.machine import Machine, Provenance, Tuned, save
 from ficco.runtime.counters import blocks
 
 BY = Provenance("assumed")
-#: Of products with 8 columns a call hides 2 ms; with 16 columns serial was measured as the fastest.
+#: Products with 8 columns hide 2 ms per call. With 16 columns, serial was measured as fastest.
 PRODUCT = partial(Tuned, "all_gather_matmul", (4, 4), k=16, dtype="float32", serial=(3e-3, 3e-3))
 MEASURED = (
     PRODUCT(n=8, queued="growing", idle="growing", seconds=(1e-3, 1e-3), provenance=BY),
@@ -37,7 +37,7 @@ ROWS, HEADS = (4, 16), (1, 4, 4, 8)
 
 
 def _calls(schedule: str) -> dict[str, tuple[Callable[..., Any], tuple[int, ...]]]:
-    """Functions of one tensor, each with its shape, by the operator that they count as."""
+    """Return functions of one tensor and its shape, by the operator under which they count."""
     weight, up, down = torch.ones(16, 16), torch.ones(2, 16, 6), torch.ones(2, 6, 16)
     indices, pairs = torch.tensor([[0, 1], [1, 3], [2, 0], [3, 2]]), torch.ones(4, 2)
     layer: dict[str, Any] = {"capacity": 4, "schedule": schedule}
@@ -64,7 +64,7 @@ def _refused(call: Callable[[], Any]) -> ficco.NotOverlapped:
 
 @on_ranks(2)
 def test_a_serial_call_is_refused_and_the_group_stays_usable(at: Rank) -> None:
-    """Whether its kind is new or was called before the block."""
+    """The call is refused as a first call and as a warm call."""
     for operator, (call, shape) in _calls("serial").items():
         x = torch.full(shape, at.rank + 1.0)
         for known in (False, True):
@@ -113,7 +113,7 @@ def test_blocks_nest_and_have_groups(at: Rank) -> None:
         serial()
     serial(group=others)
     alone = [dist.new_group([rank]) for rank in range(at.world)][at.rank]
-    with ficco.expect():  # nothing to hide
+    with ficco.expect():  # no communication to hide
         serial(group=alone)
         ficco.all_gather_matmul(x, torch.ones(8, 0), schedule="serial")
     for wrong in (1, None):
@@ -156,7 +156,7 @@ def test_blocks_hold_in_backwards_threads_and_compiled_functions(at: Rank) -> No
 
 
 @on_ranks(2)
-def test_one_rank_in_a_block_is_told_to_its_peer(at: Rank) -> None:
+def test_the_peer_of_one_rank_in_a_block_raises(at: Rank) -> None:
     call = partial(ficco.all_gather_matmul, torch.ones(4, 8), torch.ones(8, 4), schedule="serial")
     call()
     with ficco.expect(overlapped=at.rank == 0):
@@ -182,7 +182,7 @@ def test_calls_are_counted_by_group_operator_and_source(at: Rank) -> None:
     y.sum().backward()
     with ficco.expect():
         _refused(lambda: ficco.all_gather_matmul(x, b, schedule="serial"))
-    ficco.close()  # keeps the counts
+    ficco.close()  # the counts stay
     counts = ficco.counters()
     assert counts == ficco.counters(reset=True) and ficco.counters() == {}
     assert counts == {
@@ -190,7 +190,7 @@ def test_calls_are_counted_by_group_operator_and_source(at: Rank) -> None:
         (name, "arriving"): (1, 1, {}, 0, 0.0),
         (name, "matmul_reduce_scatter"): (1, 1, {}, 0, 0.0),
     }
-    counts[name, "arriving"].serial["caller"] = 1  # the caller's own
+    counts[name, "arriving"].serial["caller"] = 1  # changes only the returned copy
     ficco.all_gather_matmul(x, b, schedule="shard-overlap")
     assert ficco.counters(reset=True) == {(name, "all_gather_matmul"): (1, 1, {}, 0, 0.0)}
 
@@ -204,7 +204,7 @@ def test_the_time_that_calls_hide_is_summed(at: Rank) -> None:
         with ficco.options(machine=f"{folder}/tuned.yaml"):
             for columns in (8, 8, 16, 8):
                 ficco.all_gather_matmul(torch.ones(4, 16), torch.ones(16, columns))
-            with ficco.options(workspace_bytes=0):  # in place of the decision
+            with ficco.options(workspace_bytes=0):  # replaces the decision
                 ficco.all_gather_matmul(torch.ones(4, 16), torch.ones(16, 8))
     ((key, counts),) = ficco.counters(reset=True).items()
     assert key == (name, "all_gather_matmul")
@@ -214,7 +214,7 @@ def test_the_time_that_calls_hide_is_summed(at: Rank) -> None:
 
 @on_ranks(2)
 def test_parts_of_a_call_are_counted(at: Rank) -> None:
-    """A call by columns is several calls; of its parts the first raises."""
+    """A call by columns counts as several calls. In a block its first part raises."""
     x, b = torch.ones(8, 16), torch.ones(16, 256)
     ficco.counters(reset=True)
     with ficco.options(workspace_bytes=4096):
@@ -228,14 +228,14 @@ def test_parts_of_a_call_are_counted(at: Rank) -> None:
 
 
 class Own(nn.Linear):
-    """A layer that is multiplied by its own forward."""
+    """A layer that multiplies in its own forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
 
 
 @on_ranks(2)
-def test_a_layer_with_a_collective_of_pytorchs_is_refused(at: Rank) -> None:
+def test_a_layer_with_a_pytorch_collective_is_refused(at: Rank) -> None:
     mesh = init_device_mesh("cpu", (2,))
     ficco.counters(reset=True)
     plan = {
@@ -266,12 +266,12 @@ def test_a_layer_with_a_collective_of_pytorchs_is_refused(at: Rank) -> None:
         counts = ficco.counters(reset=True)[layer.group.group_name, collective]
         assert (counts.left, counts.calls) == (2, 0)
     with ficco.expect():
-        quiet(torch.ones(4, 8))  # it needs none before its product
+        quiet(torch.ones(4, 8))  # needs no collective before its product
 
 
 @on_ranks(2)
 def test_collectives_that_the_pass_left_are_refused(at: Rank) -> None:
-    """At a call of the compiled function, which may have been compiled outside of the block."""
+    """Calls of compiled functions raise, also if they were compiled outside of the block."""
     group = dist.group.WORLD
     x, w = torch.ones(4, 8), torch.ones(8, 3)
 
@@ -300,7 +300,7 @@ def test_collectives_that_the_pass_left_are_refused(at: Rank) -> None:
 
 @on_ranks(2)
 def test_a_pass_on_a_graph_counts_collectives_and_refuses_them(at: Rank) -> None:
-    """After it has replaced the others."""
+    """The pass raises after it has replaced the other collectives."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     group, x, w = dist.group.WORLD, torch.ones(4, 8), torch.ones(8, 3)

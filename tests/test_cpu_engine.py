@@ -1,4 +1,4 @@
-"""The CPU engine below the operators: Plans on a slot, semaphores, memory, errors, lanes."""
+"""The CPU engine without operators: Plans on a slot, semaphores, memory, errors, lanes."""
 
 from __future__ import annotations
 
@@ -25,72 +25,72 @@ from ficco.schedules import Schedule, plan
 
 @contextmanager
 def engine(timeout_s: float = 20.0) -> Iterator[CpuEngine]:
-    made = CpuEngine(dist.group.WORLD, torch.device("cpu"))
-    made.timeout_s = timeout_s
+    cpu = CpuEngine(dist.group.WORLD, torch.device("cpu"))
+    cpu.timeout_s = timeout_s
     try:
-        yield made
+        yield cpu
     finally:
-        made.close()
+        cpu.close()
 
 
-def slot_for(made: CpuEngine, plans: Sequence[Plan]) -> Slot:
-    words = max(one.words for one in plans)
-    nbytes = max(one.slot_bytes for one in plans)
-    memory = made.symmetric(made.slot_bytes(words, nbytes))
-    return made.slot(memory, words, nbytes, False)
+def slot_for(cpu: CpuEngine, plans: Sequence[Plan]) -> Slot:
+    words = max(plan.words for plan in plans)
+    nbytes = max(plan.slot_bytes for plan in plans)
+    memory = cpu.symmetric(cpu.slot_bytes(words, nbytes))
+    return cpu.slot(memory, words, nbytes, False)
 
 
-def at_rest(made: CpuEngine, slot: Slot) -> None:
-    """This rank's words are as before the first call."""
+def at_rest(cpu: CpuEngine, slot: Slot) -> None:
+    """Assert that this rank's words have the values before the first call."""
     dist.barrier()
     assert isinstance(slot.memory, CpuMemory)
-    first = slot.memory.addresses[made.rank]
+    first = slot.memory.addresses[cpu.rank]
     words = [semaphores().value(first + i * SEMAPHORE_STRIDE) for i in range(slot.words)]
-    assert words == [1] * min(made.world, slot.words) + [0] * (slot.words - made.world)
+    assert words == [1] * min(cpu.world, slot.words) + [0] * (slot.words - cpu.world)
 
 
 @on_ranks(2)
 def test_a_timed_call_says_when_its_steps_ran(at: Rank) -> None:
-    """Of which a copy takes as long as the link is slow."""
+    """A timed call returns the span of each step. A copy takes as long as its link needs."""
     problem = Problem("all_gather_matmul", (8,) * at.world, 5, 24, "float32")
-    with engine() as made:
-        made.bandwidth = 8 * 24 * 4 / 0.05  # a shard takes 50 ms
-        one = plan(problem, Schedule.parse("shard-overlap"), at.rank)
-        program = compile(one, made, slot_for(made, [one]), timed=True)
+    with engine() as cpu:
+        cpu.bandwidth = 8 * 24 * 4 / 0.05  # a shard takes 50 ms
+        own = plan(problem, Schedule.parse("shard-overlap"), at.rank)
+        program = compile(own, cpu, slot_for(cpu, [own]), timed=True)
         for _ in range(2):
             call = Call({"a": torch.ones(8, 24), "b": torch.ones(24, 5), "out": torch.zeros(16, 5)})
-            made.execute(program, call)
+            cpu.execute(program, call)
             assert (call.tensors["out"] == 24).all()
-            found = made.spans(program, call)
-            assert [span.step for span in found] == list(range(len(one.steps)))
-            for span in found:
-                step = one.steps[span.step]
+            spans = cpu.spans(program, call)
+            assert [span.step for span in spans] == list(range(len(own.steps)))
+            for span in spans:
+                step = own.steps[span.step]
                 assert span.lane == step.lane and 0 <= span.start <= span.stop < 10
                 if step.op == "copy":
                     assert span.stop - span.start >= 0.049
 
 
 @on_ranks(2)
-def test_memory_is_freed_under_living_tensors(at: Rank) -> None:
-    """Also, what the engine says of itself."""
-    with engine() as made:
-        capabilities = made.capabilities()
-        assert made.name == "cpu" and not capabilities.capture
+def test_memory_may_be_freed_before_its_tensors(at: Rank) -> None:
+    """Memory may be freed while a tensor uses it. The capabilities of the engine are right."""
+    with engine() as cpu:
+        capabilities = cpu.capabilities()
+        assert cpu.name == "cpu" and not capabilities.capture
         assert capabilities.movers == ("dma", "kernel")
-        assert capabilities.products == library(made.device)
-        assert made.copy_engines() == 1 and made.capturing() == 0
-        made.synchronize()
-        memory = made.symmetric(64)
-        mine = memory.tensor.view(torch.float32)
+        assert capabilities.products == library(cpu.device)
+        assert cpu.copy_engines() == 1 and cpu.capturing() == 0
+        cpu.synchronize()
+        memory = cpu.symmetric(64)
+        tensor = memory.tensor.view(torch.float32)
         memory.free()
         memory.free()
-        mine.fill_(3)
-        assert mine.sum() == 48
-    made.close()
+        tensor.fill_(3)
+        assert tensor.sum() == 48
+    cpu.close()
 
 
-#: A lane's product in a process whose OpenMP and MKL would start four threads for it. Prints the
-#: threads that the lane adds to the process, its own included.
+#: A product in a lane, in a process whose OpenMP and MKL would use four threads. Prints the number
+#: of threads that the lane adds to the process, with its own.
 PRODUCT_OF_A_LANE = """
 import os, threading, torch
 from ficco.dma.cpu import Lane
@@ -107,7 +107,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 def test_the_product_of_a_lane_keeps_the_limit_on_threads() -> None:
-    """A process of its own: OpenMP reads its variables once, and tests set them to one thread."""
+    """The test needs a new process: OpenMP reads its variables once, and tests set one thread."""
     env = {**os.environ, "OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"}
     program = [sys.executable, "-c", PRODUCT_OF_A_LANE]
     ended = subprocess.run(program, env=env, capture_output=True, text=True, timeout=200)

@@ -1,4 +1,4 @@
-"""What is handed to cuBLASLt, on a stand-in; that its products are exact is in ``test_gpu.py``."""
+"""Calls of cuBLASLt, on a stand-in library. ``test_gpu.py`` tests the products on GPUs."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ C, A, B = of(4, 6), of(4, 5), of(5, 6)
         ((C, A, of(6, 5).t(), C), True),
         ((of(4, 9)[:, 2:8], of(4, 8)[:, :5], B, of(4, 7)[:, 1:]), True),  # of wider matrices
         ((C, of(4, 1), of(6, 1).t(), C), True),
-        ((C, of(1, 5).expand(4, 5), B, C), False),  # one row again and again
+        ((C, of(1, 5).expand(4, 5), B, C), False),  # one row, repeated by a stride of zero
         ((C, A, of(5, 1).expand(5, 6), C), False),
         ((C, of(1, 9).as_strided((4, 5), (1, 1)), B, C), False),  # rows that overlap
         ((C, of(5, 4).t(), B, C), False),
         ((C, of(4, 0), of(0, 6), C), False),
-        (tuple(one.float() for one in (C, A, B, C)), False),
+        (tuple(x.float() for x in (C, A, B, C)), False),
         ((C, A, B, C.half()), False),
     ],
 )
-def test_what_is_served(operands: tuple[torch.Tensor, ...], served: bool) -> None:
+def test_served_operands(operands: tuple[torch.Tensor, ...], served: bool) -> None:
     assert CublasLt.serves(*operands) is served
 
 
 class Library:
-    """Counts what was created and not destroyed, by kind; ``refuses`` names a call that fails, and
-    without ``ways`` it knows no algorithm."""
+    """A stand-in for cuBLASLt that counts live objects by kind. ``refuses`` names a call that
+    fails. ``algorithms`` is the number of algorithms that the heuristic returns."""
 
-    def __init__(self, refuses: str = "", ways: int = 1) -> None:
+    def __init__(self, refuses: str = "", algorithms: int = 1) -> None:
         self.live: Counter[str] = Counter()
-        self.refuses, self.ways = refuses, ways
+        self.refuses, self.algorithms = refuses, algorithms
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> int:
             if name == "cublasLtMatmulAlgoGetHeuristic":
-                arguments[-1]._obj.value = self.ways
+                arguments[-1]._obj.value = self.algorithms
             elif name.endswith("Create") and name != "cublasLtCreate":
                 arguments[0]._obj.value = 1
                 self.live[name.removesuffix("Create")] += 1
@@ -68,36 +68,36 @@ class Library:
 
 
 def multiplied(library: CublasLt, m: int) -> bool:
-    room = torch.empty(0, dtype=torch.uint8)
-    return library.multiply(of(m, 4), of(m, 2), of(2, 4), of(m, 4), room, 0)
+    workspace = torch.empty(0, dtype=torch.uint8)
+    return library.multiply(of(m, 4), of(m, 2), of(2, 4), of(m, 4), workspace, 0)
 
 
-def test_what_describes_products_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes that vary from call to call take no more native memory than those that are kept."""
+def test_descriptors_of_products_are_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With varying shapes, only the descriptors of ``MAX_PLANNED`` products stay live."""
     library = Library()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    kept, most = 8, []
-    monkeypatch.setattr(cublaslt, "MAX_PLANNED", kept)
-    made = CublasLt()
+    limit, counts = 8, []
+    monkeypatch.setattr(cublaslt, "MAX_PLANNED", limit)
+    lt = CublasLt()
     for m in range(1, 33):
-        assert multiplied(made, m)
-        if m % kept == 0:
-            most.append(library.counts())
-    assert most == [[kept, 4 * kept, 0]] * 4
-    del made
+        assert multiplied(lt, m)
+        if m % limit == 0:
+            counts.append(library.counts())
+    assert counts == [[limit, 4 * limit, 0]] * 4
+    del lt
     gc.collect()
     assert library.counts() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("refuses", "ways"),
+    ("refuses", "algorithms"),
     [("cublasLtMatmulAlgoGetHeuristic", 1), ("cublasLtMatmulPreferenceSetAttribute", 1), ("", 0)],
 )
 def test_a_product_that_is_refused_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, refuses: str, ways: int
+    monkeypatch: pytest.MonkeyPatch, refuses: str, algorithms: int
 ) -> None:
-    library = Library(refuses, ways)
+    library = Library(refuses, algorithms)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-    made = CublasLt()
-    assert not multiplied(made, 3)
+    lt = CublasLt()
+    assert not multiplied(lt, 3)
     assert library.counts() == [0, 0, 0]

@@ -26,42 +26,41 @@ from ficco.problems import specification
 SCHEDULES = SUBJECTS["experts"].schedules(2)
 
 
-def call(at: Rank, layer: Layer, mine: Data, iteration: int = 0, **ways: Any) -> torch.Tensor:
-    ways = {"activation": "relu", "capacity": 5, "split": "experts"} | ways
-    up, down = own(weights_of(layer, iteration), at, ways["split"])
-    indices: Any = mine.indices
+def call(at: Rank, layer: Layer, inputs: Data, iteration: int = 0, **options: Any) -> torch.Tensor:
+    options = {"activation": "relu", "capacity": 5, "split": "experts"} | options
+    up, down = own(weights_of(layer, iteration), at, options["split"])
+    indices: Any = inputs.indices
     if isinstance(indices, torch.Tensor):
         indices = indices.to(at.device)
-    moved = mine.tokens.to(at.device), indices, mine.weights.to(at.device)
-    return ficco.experts(*moved, up.to(at.device), down.to(at.device), **ways)
+    moved = inputs.tokens.to(at.device), indices, inputs.weights.to(at.device)
+    return ficco.experts(*moved, up.to(at.device), down.to(at.device), **options)
 
 
 def own(whole: Sequence[torch.Tensor], at: Rank, split: str) -> list[torch.Tensor]:
-    """What of ``up`` and ``down`` a rank has."""
+    """Return this rank's parts of ``up`` and ``down``."""
     if split == "experts":
-        return [part(one, at.rank, at.world) for one in whole]
+        return [part(weight, at.rank, at.world) for weight in whole]
     up, down = whole
     halves = up.chunk(up.shape[2] // down.shape[1], 2)  # gate and up
-    mine = [part(one.transpose(0, 2), at.rank, at.world).transpose(0, 2) for one in halves]
+    parts = [part(weight.transpose(0, 2), at.rank, at.world).transpose(0, 2) for weight in halves]
     rows = part(down.transpose(0, 1), at.rank, at.world).transpose(0, 1)
-    return [torch.cat(mine, 2), rows.contiguous()]
+    return [torch.cat(parts, 2), rows.contiguous()]
 
 
 def every_way(at: Rank, layer: Layer, split: str = "experts") -> None:
     for iteration, name in enumerate(SCHEDULES):
-        given = data(layer, at.rank, iteration)
+        inputs = data(layer, at.rank, iteration)
         again = {"capacity": 3, "on_overflow": "again"}
-        for ways in ({"capacity": 5}, {"capacity": 2}, again, {"capacity": None}):
-            found = call(at, layer, given, iteration, schedule=name, split=split, **ways)
-            drops = ways.get("on_overflow") != "again"
-            wanted = plain(
-                given, *weights_of(layer, iteration), ways["capacity"] if drops else None
-            )
-            assert found.dtype == layer.dtype and found.shape == wanted.shape
-            assert torch.equal(found.cpu(), wanted.to(layer.dtype)), f"rank {at.rank} {name} {ways}"
+        for options in ({"capacity": 5}, {"capacity": 2}, again, {"capacity": None}):
+            y = call(at, layer, inputs, iteration, schedule=name, split=split, **options)
+            drops = options.get("on_overflow") != "again"
+            limit = options["capacity"] if drops else None
+            wanted = plain(inputs, *weights_of(layer, iteration), limit)
+            assert y.dtype == layer.dtype and y.shape == wanted.shape
+            assert torch.equal(y.cpu(), wanted.to(layer.dtype)), f"rank {at.rank} {name} {options}"
 
 
-#: Whose tokens go to few experts, by the number of ranks.
+#: Layers whose tokens go to few experts, by the number of ranks.
 LAYERS = {
     2: [Layer((5, 5), experts=6, routes="one", dtype=torch.bfloat16, k=4, h=3)],
     4: [
@@ -76,16 +75,16 @@ LAYERS = {
 
 
 @on_ranks(2)
-def test_a_token_that_is_no_number_spoils_its_own_experts_alone(at: Rank) -> None:
+def test_a_nan_token_affects_only_its_own_experts(at: Rank) -> None:
     layer = Layer((6,) * at.world, experts=4, gated=True)
-    given = data(layer, at.rank)
-    given.indices[:], given.tokens[-1] = torch.tensor([1, 2]), float("nan")
-    given.indices[-1] = torch.tensor([0, 3])
-    up, down = (part(one, at.rank, 2).requires_grad_() for one in weights_of(layer))
+    inputs = data(layer, at.rank)
+    inputs.indices[:], inputs.tokens[-1] = torch.tensor([1, 2]), float("nan")
+    inputs.indices[-1] = torch.tensor([0, 3])
+    up, down = (part(weight, at.rank, 2).requires_grad_() for weight in weights_of(layer))
     for capacity in (9, None):
-        ways: Any = {"capacity": capacity, "activation": "relu"}
-        y = ficco.experts(*vars(given).values(), up, down, **ways)
-        clean = 1 - at.rank  # of this rank's experts
+        arguments: Any = {"capacity": capacity, "activation": "relu"}
+        y = ficco.experts(*vars(inputs).values(), up, down, **arguments)
+        clean = 1 - at.rank  # the index of the expert whose gradient is finite
         assert y[:-1].isfinite().all() and y[-1].isnan().all()
         for grad in torch.autograd.grad(y[:-1].sum(), (up, down)):
             assert grad[clean].isfinite().all() and grad[clean].any()
@@ -94,26 +93,26 @@ def test_a_token_that_is_no_number_spoils_its_own_experts_alone(at: Rank) -> Non
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @on_ranks(2)
 def test_activations_and_their_derivatives(at: Rank, activation: str) -> None:
-    """Against float64 in one process."""
+    """Compare with float64 in one process."""
     layer = Layer((5, 3), experts=4, gated=activation != "gelu", dtype=torch.float64)
     generator = torch.Generator().manual_seed(3)
     whole = [
-        torch.randn(one.shape, generator=generator, dtype=torch.float64).requires_grad_()
-        for one in weights_of(layer)
+        torch.randn(weight.shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for weight in weights_of(layer)
     ]
-    every = [data(layer, rank).leaves() for rank in range(2)]
-    wanted = [plain(one, *whole, 4, activation) for one in every]
-    sum(one.square().sum() for one in wanted).backward()
-    parts = [part(one.detach(), at.rank, 2).requires_grad_() for one in whole]
-    mine = data(layer, at.rank).leaves()
-    y = ficco.experts(*vars(mine).values(), *parts, capacity=4, activation=activation)
+    inputs = [data(layer, rank).leaves() for rank in range(2)]
+    wanted = [plain(rows, *whole, 4, activation) for rows in inputs]
+    sum(result.square().sum() for result in wanted).backward()
+    parts = [part(weight.detach(), at.rank, 2).requires_grad_() for weight in whole]
+    own = data(layer, at.rank).leaves()
+    y = ficco.experts(*vars(own).values(), *parts, capacity=4, activation=activation)
     y.square().sum().backward()
-    for one, two in (
+    for result, want in (
         (y, wanted[at.rank]),
-        *((one.grad, part(two.grad, at.rank, 2)) for one, two in zip(parts, whole, strict=True)),
-        (mine.tokens.grad, every[at.rank].tokens.grad),
+        *((p.grad, part(w.grad, at.rank, 2)) for p, w in zip(parts, whole, strict=True)),
+        (own.tokens.grad, inputs[at.rank].tokens.grad),
     ):
-        torch.testing.assert_close(one, two)
+        torch.testing.assert_close(result, want)
 
 
 def test_every_activation_has_functions() -> None:
@@ -125,22 +124,22 @@ def test_every_activation_has_functions() -> None:
 
 def routed(at: Rank, layer: Layer, schedule: str) -> None:
     """Every pair is served or counted as dropped."""
-    given = data(layer, at.rank)
+    batch = data(layer, at.rank)
     for capacity, overflow in ((2, "drop"), (2, "again"), (None, "drop")):
-        ways = {"capacity": capacity, "on_overflow": overflow}
-        routing = ficco.route(given.indices, layer.experts, **ways)
-        room = kept(
-            given.indices, layer.experts, 2 if (capacity, overflow) == (2, "drop") else None
+        limits = {"capacity": capacity, "on_overflow": overflow}
+        routing = ficco.route(batch.indices, layer.experts, **limits)
+        served = kept(
+            batch.indices, layer.experts, 2 if (capacity, overflow) == (2, "drop") else None
         )
-        counts = torch.bincount(given.indices.flatten(), minlength=layer.experts)
+        counts = torch.bincount(batch.indices.flatten(), minlength=layer.experts)
         assert torch.equal(routing.counts, counts)
-        lost = torch.bincount(given.indices[~room], minlength=layer.experts)
+        lost = torch.bincount(batch.indices[~served], minlength=layer.experts)
         assert torch.equal(routing.dropped, lost)
-        found = call(
-            at, layer, Data(given.tokens, routing, given.weights), capacity=None, schedule=schedule
+        y = call(
+            at, layer, Data(batch.tokens, routing, batch.weights), capacity=None, schedule=schedule
         )
-        wanted = plain(given, *weights_of(layer), 2 if lost.any() else None)
-        assert torch.equal(found, wanted)
+        wanted = plain(batch, *weights_of(layer), 2 if lost.any() else None)
+        assert torch.equal(y, wanted)
 
 
 @settings(max_examples=12, deadline=None)
@@ -156,13 +155,13 @@ def test_any_routes(data: st.DataObject) -> None:
 @on_ranks(2)
 def test_counts_are_exchanged_before_other_calls(at: Rank) -> None:
     layer = Layer((3, 40), experts=4)
-    given = data(layer, at.rank)
-    routings = [ficco.route(given.indices, 4) for _ in range(3)]
+    inputs = data(layer, at.rank)
+    routings = [ficco.route(inputs.indices, 4) for _ in range(3)]
     total = ficco.all_gather_matmul(torch.ones(2, 4), torch.eye(4))
     assert total.shape == (4, 4)
     for routing in reversed(routings):
-        found = call(at, layer, Data(given.tokens, routing, given.weights), capacity=None)
-        assert torch.equal(found, plain(given, *weights_of(layer)))
+        y = call(at, layer, Data(inputs.tokens, routing, inputs.weights), capacity=None)
+        assert torch.equal(y, plain(inputs, *weights_of(layer)))
         most = max(
             int(ficco.route(data(layer, rank).indices, 4, capacity=1).counts.max())
             for rank in range(2)
@@ -172,16 +171,16 @@ def test_counts_are_exchanged_before_other_calls(at: Rank) -> None:
 
 @on_ranks(2)
 def test_tokens_leave_before_the_counts_and_a_schedule_is_chosen_once(at: Rank) -> None:
-    """A call brings tokens to their rows, then waits for the counts; where all tokens go to two of
-    four experts, a schedule is chosen for the mean size."""
+    """A call copies tokens to their rows, then waits for the counts. If all tokens go to two of
+    four experts, the schedule is chosen for the mean count of rows."""
     notes: list[Any] = []
 
     def noting(target: Any, name: str, note: Callable[[Any], Any]) -> Any:
         wrapped = getattr(target, name)
 
-        def noted(one: Any, *more: Any, **how: Any) -> Any:
-            notes.append(note(one))
-            return wrapped(one, *more, **how)
+        def noted(subject: Any, *args: Any, **kwargs: Any) -> Any:
+            notes.append(note(subject))
+            return wrapped(subject, *args, **kwargs)
 
         return mock.patch.object(target, name, noted)
 
@@ -206,12 +205,12 @@ SHAPES = {"tokens": (4, 8), "up": (2, 8, 6), "down": (2, 6, 8)}
 
 def operands(at: Rank) -> dict[str, Any]:
     layer = Layer((4,) * at.world, experts=2 * at.world)
-    given = data(layer, at.rank)
+    inputs = data(layer, at.rank)
     up, down = own(weights_of(layer), at, "experts")
-    return {**vars(given), "up": up, "down": down, "capacity": 4, "activation": "relu"}
+    return {**vars(inputs), "up": up, "down": down, "capacity": 4, "activation": "relu"}
 
 
-#: Changes of a good call, and a word of the refusal.
+#: Changes to a valid call, and a part of the error.
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"indices": torch.full((4, 2), 4)},
@@ -225,6 +224,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"capacity": 0}, "at least 1 row"),
     ({"capacity": 1.5}, "at least 1 row"),
     ({"activation": "tanh"}, "relu, silu, gelu"),
+    ({"activation": ["relu"]}, "relu, silu, gelu"),
+    ({"up": torch.ones(2, 8, 6).to_sparse()}, "up: sparse tensors are not served"),
+    ({"indices": torch.ones(4, 2).long().to_sparse()}, "indices: sparse tensors are not served"),
     ({"on_overflow": "keep"}, "drop, again"),
     ({"up": torch.ones(2, 7, 6)}, "one k, h"),
     ({"up": torch.ones(2, 8, 7)}, "one k, h"),
@@ -246,7 +248,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @on_ranks(2)
 def test_a_wrong_call_is_refused_on_every_rank(at: Rank) -> None:
-    """And the group goes on."""
+    """The group stays usable."""
     for changes, text in WRONG:
         failure = caught(partial(ficco.experts, **(operands(at) | changes)))
         kind = "NotImplementedError" if "not served" in text else "ValueError"
@@ -270,50 +272,49 @@ DIFFERENT: list[dict[str, list[Any]]] = [
 @on_ranks(2)
 def test_ranks_that_differ_are_named(at: Rank) -> None:
     for changes in DIFFERENT:
-        mine = {name: values[at.rank] for name, values in changes.items()}
+        own = {name: values[at.rank] for name, values in changes.items()}
         with own_group(at) as group:
-            given = operands(at) | mine | {"group": group}
-            failure = caught(partial(ficco.experts, **given))
+            arguments = operands(at) | own | {"group": group}
+            failure = caught(partial(ficco.experts, **arguments))
         assert failure.type == "RankMismatch", (changes, failure)
 
 
 @on_ranks(2)
 def test_routings_that_cannot_serve_are_refused(at: Rank) -> None:
-    """Routings that do not fit their call, of another group, or that outlive the workspace in which
-    they were made."""
-    given = operands(at)
-    indices = given["indices"]
+    """Routings with other sizes, of another group, or of a workspace that has been closed."""
+    arguments = operands(at)
+    indices = arguments["indices"]
     routing = ficco.route(indices, 4, capacity=4)
     other = ficco.route(indices * 0, 6, capacity=4)
-    twice = given | {"indices": routing}
-    found = [
+    twice = arguments | {"indices": routing}
+    failures = [
         caught(partial(ficco.experts, **twice)),
         caught(partial(ficco.experts, **(twice | {"indices": other, "capacity": None}))),
         caught(partial(ficco.route, indices, 0, capacity=4)),
         caught(partial(ficco.route, indices.tolist(), 4, capacity=4)),
     ]
-    del given["capacity"], given["indices"]
+    del arguments["capacity"], arguments["indices"]
     with own_group(at) as group:
         exact = ficco.route(indices, 4, group=group)
-        limited = ficco.route(indices, 4, capacity=4, group=group)  # has asked nobody
-        found.append(caught(lambda: ficco.experts(indices=exact, **given)))
-        assert ficco.experts(indices=limited, **given).shape == (4, 8)
+        limited = ficco.route(indices, 4, capacity=4, group=group)  # needs no counts of peers
+        failures.append(caught(lambda: ficco.experts(indices=exact, **arguments)))
+        assert ficco.experts(indices=limited, **arguments).shape == (4, 8)
     with own_group(at) as group:
-        given["group"] = group
-        wanted = ficco.experts(indices=indices, **given)
-        for how in ({}, {"capacity": 2, "on_overflow": "again"}):
-            waits, used = (ficco.route(indices, 4, group=group, **how) for _ in range(2))
+        arguments["group"] = group
+        wanted = ficco.experts(indices=indices, **arguments)
+        for limits in ({}, {"capacity": 2, "on_overflow": "again"}):
+            waits, used = (ficco.route(indices, 4, group=group, **limits) for _ in range(2))
             assert used.capacity
             ficco.close(group)
             for _ in range(2):
-                found.append(caught(lambda r=waits: ficco.experts(indices=r, **given)))
-            for routing in (used, ficco.route(indices, 4, group=group, **how)):
-                assert torch.equal(ficco.experts(indices=routing, **given), wanted)
+                failures.append(caught(lambda r=waits: ficco.experts(indices=r, **arguments)))
+            for routing in (used, ficco.route(indices, 4, group=group, **limits)):
+                assert torch.equal(ficco.experts(indices=routing, **arguments), wanted)
     texts = (
         *("required none with a routing", "6 experts in all", "at least 1 in all", "torch.Tensor"),
         *("another group", *["call ficco.route again"] * 4),
     )
-    for failure, text in zip(found, texts, strict=True):
+    for failure, text in zip(failures, texts, strict=True):
         closed = "again" in text
         assert failure.type == ("FiccoError" if closed else "ValueError"), failure
         assert text in failure.text, failure
@@ -324,11 +325,11 @@ def test_routings_that_cannot_serve_are_refused(at: Rank) -> None:
 def test_a_rank_without_memory_tells_the_others(at: Rank) -> None:
     for step in ("_dispatched", "_weighted_rows", "_activation_backward"):
         with own_group(at) as group, ficco.options(timeout_s=30):
-            given = operands(at) | {"group": group}
-            given["tokens"].requires_grad_()
+            arguments = operands(at) | {"group": group}
+            arguments["tokens"].requires_grad_()
 
             def layer() -> None:
-                out = ficco.experts(**given)  # noqa: B023
+                out = ficco.experts(**arguments)  # noqa: B023
                 if step != "_dispatched":  # noqa: B023
                     out.sum().backward()
 
@@ -342,19 +343,19 @@ def test_a_rank_without_memory_tells_the_others(at: Rank) -> None:
 
 @on_ranks(2)
 def test_an_exact_routing_is_a_graph_break(at: Rank) -> None:
-    """An exact routing is a graph break in compiled code; refused where tensors have no data, and
-    where there may be no break."""
-    given = operands(at)
-    tokens, indices = given.pop("tokens").requires_grad_(), given.pop("indices")
-    del given["capacity"]
+    """An exact routing is a graph break in compiled code. ``fullgraph=True`` and fake tensors,
+    which have no data, are refused."""
+    arguments = operands(at)
+    tokens, indices = arguments.pop("tokens").requires_grad_(), arguments.pop("indices")
+    del arguments["capacity"]
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         routing = ficco.route(indices, 4)
-        return ficco.experts(x * 2, routing, **given) + 1
+        return ficco.experts(x * 2, routing, **arguments) + 1
 
-    found, wanted = torch.compile(layer, backend="eager")(tokens), layer(tokens)
-    assert torch.equal(found, wanted)
-    grads = [torch.autograd.grad(one.sum(), tokens)[0] for one in (found, wanted)]
+    y, wanted = torch.compile(layer, backend="eager")(tokens), layer(tokens)
+    assert torch.equal(y, wanted)
+    grads = [torch.autograd.grad(result.sum(), tokens)[0] for result in (y, wanted)]
     assert torch.equal(*grads)
     torch._dynamo.reset()
     whole = caught(lambda: torch.compile(layer, backend="eager", fullgraph=True)(tokens))
@@ -365,27 +366,27 @@ def test_an_exact_routing_is_a_graph_break(at: Rank) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_tells_nothing_is_named(at: Rank) -> None:
-    """No routing of its own: the others wait for its numbers."""
-    given = operands(at)
+def test_a_rank_that_sends_no_counts_is_named(at: Rank) -> None:
+    """One rank makes no routing; its peer waits for its counts."""
+    arguments = operands(at)
     with own_group(at) as group:
-        ficco.experts(**given, group=group)
+        ficco.experts(**arguments, group=group)
         if at.rank == 0:
             with ficco.options(timeout_s=1):
-                failure = caught(lambda: ficco.route(given["indices"], 4, group=group).capacity)
+                failure = caught(lambda: ficco.route(arguments["indices"], 4, group=group).capacity)
             assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1
             assert "for rank 1 at step 'agree on what to compute';" in failure.text
 
 
 @on_ranks(2)
 def test_autocast_and_a_cap_on_memory(at: Rank) -> None:
-    """Autocast casts tokens and experts; memory is bounded."""
-    given = operands(at)
+    """Autocast casts tokens and weights. ``workspace_bytes`` bounds the memory."""
+    arguments = operands(at)
     with torch.autocast("cpu", torch.bfloat16):
-        found = ficco.experts(**given)
-    assert found.dtype == torch.bfloat16
-    given |= {name: given[name].bfloat16() for name in ("tokens", "up", "down")}
-    assert torch.equal(found, ficco.experts(**given))
+        y = ficco.experts(**arguments)
+    assert y.dtype == torch.bfloat16
+    arguments |= {name: arguments[name].bfloat16() for name in ("tokens", "up", "down")}
+    assert torch.equal(y, ficco.experts(**arguments))
     with ficco.options(workspace_bytes=512):
         failure = caught(partial(ficco.experts, **operands(at)))
     with ficco.options(workspace_bytes=1 << 20):

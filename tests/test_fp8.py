@@ -1,8 +1,8 @@
-"""Operands of float8 with scales: exact for every schedule, and refused in one voice.
+"""Float8 operands with scales: exact results for every schedule, and errors.
 
 Operands are small integers that depend on the iteration, the rank, the row and the column, and
 scales are powers of two, so that every product has one right answer before it is rounded.
-``test_fp8_gpu.py`` runs the tests that ask for ``device`` on GPUs.
+``test_fp8_gpu.py`` runs some of these tests on GPUs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ficco.schedules.build import TILED_RECIPES
 OPERATORS = ("all_gather_matmul", "all_to_all_matmul", *SUMS, "matmul_all_to_all")
 SERVED = tuple(name for name, recipe in RECIPES.items() if not recipe.needs)
 E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
-#: Those of A and B.
+#: Dtypes of A and B.
 DTYPES = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2), (FNUZ, FNUZ))
 VALUE, INVALID, MISSING = "ValueError", "InvalidArgument", "NotImplementedError"
 
@@ -69,7 +69,7 @@ class ScaledCase:
 
 @dataclass
 class Operands:
-    """What a rank passes, and in float64 what a product is to be of."""
+    """The arguments of a rank, and the scaled operands in float64."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -80,11 +80,11 @@ class Operands:
 
 def operands(case: ScaledCase, rank: int, iteration: int, device: torch.device) -> Operands:
     subject = SUBJECTS[f"{case.operator}, float8"]
-    asked = subjects.Case(case.rows, (case.k, case.n), recipe=case.recipe)
-    given = subject.make(asked, rank, iteration), subject.constants(asked, rank, iteration)
-    pairs = zip(*given, strict=True)
+    sizes = subjects.Case(case.rows, (case.k, case.n), recipe=case.recipe)
+    unscaled = subject.make(sizes, rank, iteration), subject.constants(sizes, rank, iteration)
+    pairs = zip(*unscaled, strict=True)
     wide = [(matrix * spread(factors, matrix.shape)).to(device) for matrix, factors in pairs]
-    (a, b), (scale_a, scale_b) = ([one.to(device) for one in some] for some in given)
+    (a, b), (scale_a, scale_b) = ([tensor.to(device) for tensor in pair] for pair in unscaled)
     scales: dict[str, Any] = {"scale_a": scale_a, "scale_b": scale_b}
     if case.bias:
         bias = integers(4, rank, iteration, 9, shape=(case.n,))
@@ -97,35 +97,35 @@ def operands(case: ScaledCase, rank: int, iteration: int, device: torch.device) 
     return Operands(a, b, scales, *wide)
 
 
-def call(case: ScaledCase, given: Operands, group: Any = None, **more: Any) -> Any:
+def call(case: ScaledCase, operands: Operands, group: Any = None, **changes: Any) -> Any:
     rows = {} if case.operator == "matmul_all_reduce" else {"rows": case.rows}
-    arguments = {"schedule": case.schedule, "group": group, **rows, **given.scales, **more}
-    return getattr(ficco, case.operator)(given.a, given.b, **arguments)
+    arguments = {"schedule": case.schedule, "group": group, **rows, **operands.scales, **changes}
+    return getattr(ficco, case.operator)(operands.a, operands.b, **arguments)
 
 
-def made(case: ScaledCase, at: Rank, iteration: int) -> tuple[Operands, torch.Tensor]:
-    """A rank's operands, and its result."""
-    everyone = [operands(case, r, iteration, at.device) for r in range(len(case.rows))]
-    mine, out = everyone[at.rank], case.out or torch.bfloat16
+def sample(case: ScaledCase, at: Rank, iteration: int) -> tuple[Operands, torch.Tensor]:
+    """Return the operands of a rank and its expected result."""
+    ranks = [operands(case, rank, iteration, at.device) for rank in range(len(case.rows))]
+    own, out = ranks[at.rank], case.out or torch.bfloat16
     if case.replicated:
-        mine.scales["scale_a"] = torch.cat([one.scales["scale_a"] for one in everyone])
-    every = []
-    for one in everyone:
-        a, b = one.wide_a, one.wide_b
+        own.scales["scale_a"] = torch.cat([peer.scales["scale_a"] for peer in ranks])
+    wide = []
+    for peer in ranks:
+        a, b = peer.wide_a, peer.wide_b
         if case.bias:  # one more column of A and row of B
             a = torch.cat([a, a.new_ones(len(a), 1)], 1)
-            b = torch.cat([b, one.scales["bias"][None]])
-        if case.operator in SUMS:  # of products that are rounded
+            b = torch.cat([b, peer.scales["bias"][None]])
+        if case.operator in SUMS:  # the sum of rounded products
             a, b = (a @ b).to(out).double(), torch.eye(case.n, dtype=b.dtype, device=b.device)
-        every.append([a, b])
-    asked = subjects.Case(case.rows, (case.k, case.n))
-    (result,) = SUBJECTS[case.operator].together(asked, every, iteration)[at.rank]
-    return mine, result.to(out)
+        wide.append([a, b])
+    sizes = subjects.Case(case.rows, (case.k, case.n))
+    (result,) = SUBJECTS[case.operator].together(sizes, wide, iteration)[at.rank]
+    return own, result.to(out)
 
 
-def exact(at: Rank, case: ScaledCase, iteration: int, **more: Any) -> None:
-    given, wanted = made(case, at, iteration)
-    compare("the result", call(case, given, **more), wanted, f"rank {at.rank}, {iteration}: {case}")
+def exact(at: Rank, case: ScaledCase, iteration: int, **kwargs: Any) -> None:
+    own, wanted = sample(case, at, iteration)
+    compare("the result", call(case, own, **kwargs), wanted, f"rank {at.rank}, {iteration}: {case}")
 
 
 def all_exact(at: Rank, cases: Sequence[ScaledCase]) -> int:
@@ -135,16 +135,16 @@ def all_exact(at: Rank, cases: Sequence[ScaledCase]) -> int:
 
 
 def schedules(operator: str) -> list[str]:
-    """The schedules that serve float8: none that adds a product to a sum."""
+    """Return the schedules that serve float8. None of them adds a product to a sum."""
     return SUBJECTS[f"{operator}, float8"].schedules(2)
 
 
-def every_schedule(operator: str, world: int, device: str, some: int) -> list[ScaledCase]:
-    """A case of each so many schedules of the space, with all else drawn."""
+def every_schedule(operator: str, world: int, device: str, stride: int) -> list[ScaledCase]:
+    """Return a case of every ``stride``-th schedule. All other fields are random."""
     chance = random.Random(f"{operator} {world}")
     return [
         drawn(chance, operator, world, device, name)
-        for name in schedules(operator)[chance.randrange(some) :: some]
+        for name in schedules(operator)[chance.randrange(stride) :: stride]
     ]
 
 
@@ -161,7 +161,7 @@ def drawn(
     out, bias = chance.choice((None, torch.bfloat16, torch.float16)), chance.random() < 0.3
     rounds = operator in SUMS and ("collective" in schedule or schedule == "auto")
     if rounds or chance.random() < 0.2:
-        out, bias = torch.float32, False  # collectives, which auto may take, round every sum
+        out, bias = torch.float32, False  # collectives, which auto may choose, round every sum
     replicated = operator == "all_gather_matmul" and recipe != "tensor" and chance.random() < 0.3
     sizes = (256, 400)[: 2 if device == "cpu" else 1] if recipe == "block" else (16, 48, 144)
     k, n = chance.choice(sizes), chance.choice((16, 48, 272))
@@ -173,14 +173,14 @@ def drawn(
 @pytest.mark.parametrize("operator", OPERATORS)
 @on_ranks()
 def test_every_schedule_is_exact(at: Rank, operator: str) -> None:
-    """In other dtypes than the contract has, with biases and factors of all rows."""
-    all_exact(at, every_schedule(operator, at.world, at.device.type, some=3))
+    """Test dtypes that the contract leaves out, biases, and the factors of all rows."""
+    all_exact(at, every_schedule(operator, at.world, at.device.type, stride=3))
 
 
 @ranks(2)
 @on_ranks()
-def test_rows_that_wait_or_tell_have_their_factors(at: Rank) -> None:
-    """Products of each recipe, cut by the signals of two pieces."""
+def test_tiled_products_have_their_factors(at: Rank) -> None:
+    """Tiled products of each recipe, cut into two pieces."""
     for iteration, (operator, recipe) in enumerate(product(OPERATORS, TILED_RECIPES)):
         rows = rows_for(operator, at.world, "equal")
         exact(at, ScaledCase(operator, rows, 48, 16, recipe, "tiled:pieces=2"), iteration)
@@ -189,7 +189,7 @@ def test_rows_that_wait_or_tell_have_their_factors(at: Rank) -> None:
 @ranks(3)
 @on_ranks()
 def test_memory_keeps_to_its_cap(at: Rank) -> None:
-    """Rings of stages, and calls by columns of b with their part of the factors and the bias."""
+    """Rings of stages, and calls by columns of b with their columns of the factors and the bias."""
     for iteration, (operator, recipe) in enumerate(product(OPERATORS, SERVED)):
         k, n = (256, 544) if recipe == "block" else (144, 272)
         schedule = "hetero-fused-1d:pieces=4"
@@ -198,88 +198,88 @@ def test_memory_keeps_to_its_cap(at: Rank) -> None:
             exact(at, case.on(bias=True), iteration)
 
 
-# Against PyTorch's own product of the whole.
+# Equal to PyTorch's product of the gathered operands.
 
 
 @on_ranks(2)
-def test_pieces_are_those_of_the_whole(at: Rank) -> None:
-    """Random operands, whose products round: pieces of rows are those of the whole, bit by bit."""
+def test_pieces_are_equal_to_the_whole_product(at: Rank) -> None:
+    """Pieces are bitwise equal to the whole product, also for operands whose products round."""
     torch.manual_seed(0)
     world, m, k, n = at.world, 32 * at.world, 64, 48
     a, b = torch.randn(world, m, k).to(E4M3), torch.randn(n, k).to(E4M3).t()
-    mine, how = slice(at.rank * 32, at.rank * 32 + 32), {"bias": torch.randn(n).bfloat16()}
-    for of_a, of_b in ((torch.rand(1, 1), torch.rand(1, 1)), (torch.rand(m, 1), torch.rand(1, n))):
-        products = [torch._scaled_mm(x, b, of_a, of_b, out_dtype=torch.bfloat16, **how) for x in a]
+    rows, bias = slice(at.rank * 32, at.rank * 32 + 32), {"bias": torch.randn(n).bfloat16()}
+    for s_a, s_b in ((torch.rand(1, 1), torch.rand(1, 1)), (torch.rand(m, 1), torch.rand(1, n))):
+        products = [torch._scaled_mm(x, b, s_a, s_b, out_dtype=torch.bfloat16, **bias) for x in a]
         total = torch.stack(products).sum(0, dtype=torch.float32).bfloat16()
         for name in ("serial", "growing", "hetero-fused-1d:pieces=4,tail=2", "uniform-fused-1d"):
-            scales: dict[str, Any] = {"scale_b": of_b, "schedule": name, **how}
-            own = of_a[mine] if len(of_a) > 1 else of_a
-            found = ficco.all_gather_matmul(a[0][mine], b, scale_a=own, **scales)
-            assert torch.equal(found, products[0])
-            scales["scale_a"] = of_a
+            scales: dict[str, Any] = {"scale_b": s_b, "schedule": name, **bias}
+            own = s_a[rows] if len(s_a) > 1 else s_a
+            y = ficco.all_gather_matmul(a[0][rows], b, scale_a=own, **scales)
+            assert torch.equal(y, products[0])
+            scales["scale_a"] = s_a
             assert torch.equal(ficco.matmul_all_reduce(a[at.rank], b, **scales), total)
-            assert torch.equal(ficco.matmul_reduce_scatter(a[at.rank], b, **scales), total[mine])
+            assert torch.equal(ficco.matmul_reduce_scatter(a[at.rank], b, **scales), total[rows])
 
 
 @on_ranks(2)
-def test_nan_infinity_and_overflow_travel_as_in_torch(at: Rank) -> None:
-    """NaN and infinity stay in their rows, and what overflows float16 is infinite."""
+def test_nan_infinity_and_overflow_are_those_of_pytorch(at: Rank) -> None:
+    """NaN and infinity stay in their rows. Results that overflow float16 are infinite."""
     for dtype, value in ((E4M3, float("nan")), (E5M2, float("inf")), (E5M2, float("-inf"))):
         a = torch.ones(8, 16).to(dtype)
         if at.rank == 1:
             a[2, 3] = value
         b = torch.ones(16, 16).to(E4M3).t()
         ones = {"scale_a": torch.ones(8, 1), "scale_b": torch.ones(1, 16)}
-        found = ficco.all_gather_matmul(a, b, schedule="hetero-fused-1d:pieces=2", **ones)
-        right = torch.full((16, 16), 16.0)
-        right[10] = value
-        torch.testing.assert_close(found.float(), right, rtol=0, atol=0, equal_nan=True)
+        y = ficco.all_gather_matmul(a, b, schedule="hetero-fused-1d:pieces=2", **ones)
+        expected = torch.full((16, 16), 16.0)
+        expected[10] = value
+        torch.testing.assert_close(y.float(), expected, rtol=0, atol=0, equal_nan=True)
         big = {"scale_a": torch.full((), 2.0**13), "scale_b": torch.ones(())}
-        found = ficco.all_gather_matmul(a, b, out_dtype=torch.float16, **big)
-        assert found[0].isinf().all()
+        y = ficco.all_gather_matmul(a, b, out_dtype=torch.float16, **big)
+        assert y[0].isinf().all()
 
 
-# What a call may look like.
+# Layouts of operands and scales.
 
 
 @on_ranks(2)
 def test_forms_of_operands(at: Rank) -> None:
     case = ScaledCase("all_gather_matmul", (12,) * at.world, 32, 16, "row", "growing:pull")
-    given, wanted = made(case, at, 1)
-    a, scale = given.a, given.scales["scale_a"]
+    own, wanted = sample(case, at, 1)
+    a, scale = own.a, own.scales["scale_a"]
     symmetric = ficco.empty(a.shape, dtype=a.dtype, device=at.device)
     symmetric.copy_(a)
     wide = torch.zeros(12, 64, device=at.device).to(a.dtype)[:, ::2]
     wide.copy_(a)
     for form in (a, symmetric, wide, a.view(3, 4, 32)):
-        given.a, given.scales["scale_a"] = form, scale.view(*form.shape[:-1], 1)
-        found, gathered = call(case, given, return_gathered=True)
-        compare("the result", found, wanted, str(form.shape))
-        everyone = [operands(case, rank, 1, at.device).a for rank in range(at.world)]
-        assert torch.equal(gathered.view(torch.uint8), torch.cat(everyone).view(torch.uint8))
+        own.a, own.scales["scale_a"] = form, scale.view(*form.shape[:-1], 1)
+        y, gathered = call(case, own, return_gathered=True)
+        compare("the result", y, wanted, str(form.shape))
+        shards = [operands(case, rank, 1, at.device).a for rank in range(at.world)]
+        assert torch.equal(gathered.view(torch.uint8), torch.cat(shards).view(torch.uint8))
     with torch.autocast(at.device.type, dtype=torch.bfloat16):
-        compare("under autocast", call(case, given), wanted, "")
+        compare("under autocast", call(case, own), wanted, "")
     strided = torch.zeros(12, 3, device=at.device)
     strided[:, 1] = scale[:, 0]
-    given.a, given.scales["scale_a"] = a, strided[:, 1:2]
-    compare("with strided scales", call(case, given), wanted, "")
-    given.scales |= {"scale_a": 1.1 * scale, "out_dtype": torch.float32}
-    found = call(case, given)
+    own.a, own.scales["scale_a"] = a, strided[:, 1:2]
+    compare("with strided scales", call(case, own), wanted, "")
+    own.scales |= {"scale_a": 1.1 * scale, "out_dtype": torch.float32}
+    y = call(case, own)
     with torch.autocast(at.device.type, dtype=torch.bfloat16):
-        assert torch.equal(call(case, given), found)  # of factors that autocast would round
+        assert torch.equal(call(case, own), y)  # autocast would round these factors
     case = case.on(recipe="tensor", schedule="growing")
-    given, wanted = made(case, at, 1)
-    scale = given.scales["scale_a"]
-    given.scales["scale_a"] = torch.complex(scale, -scale).conj().imag
-    compare("with a scale that lies negated", call(case, given), wanted, "")
+    own, wanted = sample(case, at, 1)
+    scale = own.scales["scale_a"]
+    own.scales["scale_a"] = torch.complex(scale, -scale).conj().imag
+    compare("with a scale that has the negative bit", call(case, own), wanted, "")
 
 
-# Bad input: the same on every rank, and the group lives on.
+# Bad input: the same error on every rank, and the group stays usable.
 
 
 @dataclass(frozen=True)
 class Bad:
-    """What is changed of a good call of rows, and the error."""
+    """Changes to a valid call scaled by rows, and the expected error."""
 
     words: tuple[str, ...]
     changes: dict[str, Any]
@@ -296,7 +296,7 @@ ones, powers = torch.ones, torch.ones(128).to(torch.float8_e8m0fnu)
 
 
 def casting(*words: str, a: torch.dtype = HALF, b: torch.dtype = E4M3, **changes: Any) -> Bad:
-    """A call that is to cast A."""
+    """Return a bad call with ``quantize``, which casts A."""
     return Bad(words, {"scale_a": None, "quantize": "row"} | changes, dtypes=(a, b))
 
 
@@ -309,6 +309,7 @@ BAD = (
     ),
     Bad(("[8, 1] and [1, 16]", "[16, 1] and [1, 16]", "got [9, 1]"), {"scale_a": ones(9, 1)}),
     Bad(("got [8] and",), {"scale_a": ones(8)}),
+    Bad(("scale_a: sparse", ".to_dense()"), {"scale_a": ones(8, 1).to_sparse()}, MISSING),
     Bad(("got [8, 1] and [1, 1]",), {"scale_b": ones(1, 1)}, k=144),
     Bad(("n: required a multiple of 16", "got 24", "pad"), {}, INVALID, n=24),
     Bad(("k: required a multiple of 16", "got 24", "pad"), {}, INVALID, k=24),
@@ -350,24 +351,24 @@ BAD = (
 
 
 def _refused(at: Rank) -> list[Any]:
-    """The errors of all bad calls; between them the group lives on."""
+    """Return the errors of all bad calls. Valid calls of the group run between them."""
     good, errors = ScaledCase("matmul_all_reduce", (8, 8), 32, 16, "row"), []
     for bad in BAD:
         a = torch.ones(8, bad.k, device=at.device).to(bad.dtypes[0])
         b = torch.ones(bad.n, bad.k, device=at.device).to(bad.dtypes[1]).t()
         b = b.contiguous() if bad.row_major else b
         scales = {"scale_a": ones(8, 1), "scale_b": ones(1, bad.n)} | bad.changes
-        given = {
+        arguments = {
             name: value.to(at.device) if isinstance(value, torch.Tensor) else value
             for name, value in scales.items()
         }
         exact(at, good, len(errors))
-        errors.append(caught(lambda: getattr(ficco, bad.operator)(a, b, **given)))  # noqa: B023
+        errors.append(caught(lambda: getattr(ficco, bad.operator)(a, b, **arguments)))  # noqa: B023
     exact(at, good, 1)
-    # A call that was served before does not serve one whose b lies row by row.
-    given, _ = made(good, at, 1)
-    given.b = given.b.contiguous()
-    errors.append(caught(lambda: call(good, given)))
+    # A cached valid call does not admit the same call with a row-major b.
+    own, _ = sample(good, at, 1)
+    own.b = own.b.contiguous()
+    errors.append(caught(lambda: call(good, own)))
     return [(error.type, error.text) for error in errors]
 
 
@@ -379,10 +380,10 @@ def test_wrong_arguments_are_refused(device: str) -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_scale_otherwise_disagree(at: Rank) -> None:
+def test_ranks_with_different_scalings_raise(at: Rank) -> None:
     recipe = ("row", "tensor")[at.rank]
-    given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, recipe), at, 0)
-    error = caught(lambda: ficco.all_gather_matmul(given.a, given.b, **given.scales))
+    own, _ = sample(ScaledCase("all_gather_matmul", (8, 8), 32, 16, recipe), at, 0)
+    error = caught(lambda: ficco.all_gather_matmul(own.a, own.b, **own.scales))
     at.barrier()
     ficco.close()
     assert error.type == "RankMismatch" and "by row" in error.text and "by tensor" in error.text
@@ -390,17 +391,17 @@ def test_ranks_that_scale_otherwise_disagree(at: Rank) -> None:
 
 @on_ranks(2)
 def test_gradients_are_refused(at: Rank) -> None:
-    """Gradients, of real and of fake operands; autocast does not drop scales."""
-    given, _ = made(ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row"), at, 0)
-    call = partial(ficco.all_gather_matmul, given.a, given.b)
+    """Gradients of real and of fake operands are refused. Scales stay required under autocast."""
+    own, _ = sample(ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row"), at, 0)
+    call = partial(ficco.all_gather_matmul, own.a, own.b)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert "scale_a, scale_b: required" in caught(call).text
-    given.scales["scale_a"].requires_grad_()
-    errors = [caught(partial(call, **given.scales))]
+    own.scales["scale_a"].requires_grad_()
+    errors = [caught(partial(call, **own.scales))]
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
-        errors.append(caught(partial(call, **given.scales)))
+        errors.append(caught(partial(call, **own.scales)))
     with torch.no_grad():
-        call(**given.scales)
+        call(**own.scales)
     for error in errors:
         assert error.type == MISSING and "scale_a" in error.text and "no gradient" in error.text
 
@@ -416,24 +417,24 @@ def test_transposed_products_take_no_float8() -> None:
 
 
 def test_scales_of_blocks_are_padded_once() -> None:
-    """By the call; each product then reads them where they are, but for a part of k."""
+    """The call pads the scales. Each product reads them in place, unless it takes a part of k."""
     scaling = Scaling("block", "float8_e4m3fn")
     for k, n in ((640, 272), (640, 16), (512, 272), (128, 272)):
         problem = Problem("all_gather_matmul", (8,), n, k, "float8_e4m3fn", scaling=scaling)
         (plan,) = plans(problem, Schedule.parse("serial"))
-        given = torch.rand(-(-k // 128), -(-n // 128))
-        found = plain_scales(Scales(torch.rand(8, -(-k // 128)), given), plan)["scale_b"]
-        padded = _padded(found)
-        assert torch.equal(found, given) and padded.stride() == (1, padded.shape[0])
-        assert padded.shape[0] % 4 == 0 and not padded[len(given) :].any()
+        scales = torch.rand(-(-k // 128), -(-n // 128))
+        plain = plain_scales(Scales(torch.rand(8, -(-k // 128)), scales), plan)["scale_b"]
+        padded = _padded(plain)
+        assert torch.equal(plain, scales) and padded.stride() == (1, padded.shape[0])
+        assert padded.shape[0] % 4 == 0 and not padded[len(scales) :].any()
         if k > 128:
-            assert padded.data_ptr() == found.data_ptr()
-        assert torch.equal(_padded(given)[: len(given)], given)
-        part = _padded(found[1:])  # of other columns of A
-        assert part.shape[0] % 4 == 0 and torch.equal(part[: len(given) - 1], given[1:])
+            assert padded.data_ptr() == plain.data_ptr()
+        assert torch.equal(_padded(scales)[: len(scales)], scales)
+        part = _padded(plain[1:])  # scales of a later part of k
+        assert part.shape[0] % 4 == 0 and torch.equal(part[: len(scales) - 1], scales[1:])
 
 
-# What libraries lack.
+# Limits of libraries.
 
 
 def lacks(
@@ -474,21 +475,21 @@ LACKS: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-def test_what_a_library_lacks_is_said() -> None:
-    for where, what, words in LACKS:
-        text = lacks(where, **what)
-        assert re.search(words, text) if words else not text, (where, what, text)
+def test_the_error_says_what_a_library_lacks() -> None:
+    for where, fields, words in LACKS:
+        text = lacks(where, **fields)
+        assert re.search(words, text) if words else not text, (where, fields, text)
 
 
 def _on_hip(at: Rank, cases: Sequence[ScaledCase]) -> str:
     assert all_exact(at, cases) == len(cases)
     case = cases[0].on(dtypes=(E4M3, E4M3))
-    given, _ = made(case, at, 0)
-    return str(caught(lambda: call(case, given)).text)
+    own, _ = sample(case, at, 0)
+    return str(caught(lambda: call(case, own)).text)
 
 
 def test_on_a_double_of_hip() -> None:
-    """gfx942's own float8, for the engine, its copies and its signals; and no other."""
+    """The engine multiplies, copies and signals gfx942's float8, and refuses other float8."""
     kinds = ("tensor", ""), ("row", ""), ("row", "replicated")
     names = "serial", "growing", "hetero-fused-1d:pieces=3,pull", "uniform-fused-2d:tail=2"
     cases = [
@@ -508,16 +509,16 @@ def test_on_a_double_of_hip() -> None:
 @pytest.mark.parametrize("source", ["", "bfloat16"], ids=["as they are", "cast"])
 @given(data=st.data())
 def test_plans_with_factors_are_proven(source: str, data: st.DataObject) -> None:
-    """Whatever the recipe, the rows and the cuts: pieces begin where factors may, and each element
-    of A is cast once if the call casts."""
+    """For any recipe, rows and cuts, pieces begin at a block of a factor. If the call casts A, each
+    element is cast once."""
     chance = data.draw(st.randoms(use_true_random=False))
     operator, world = chance.choice(OPERATORS), chance.randint(1, 4)
-    name = chance.choice([one for one in schedules(operator) if one != "auto"])
+    name = chance.choice([name for name in schedules(operator) if name != "auto"])
     recipe = chance.choice(CASTS if source else SERVED)
     rules, dtype = RECIPES[recipe], "float8_e4m3fn"
     replicated = operator == "all_gather_matmul" and recipe != "tensor" and chance.random() < 0.3
-    more = {"bias": chance.random() < 0.5, "replicated": replicated and not source}
-    scaling = Scaling(recipe, dtype, source=source, **more)
+    kwargs = {"bias": chance.random() < 0.5, "replicated": replicated and not source}
+    scaling = Scaling(recipe, dtype, source=source, **kwargs)
     n, k = 16 * chance.randint(1, 40), 16 * chance.randint(0 if source else 1, 40)
     sizes = [[chance.randrange(60) for _ in range(world)] for _ in range(world)]
     if operator in BLOCKS:
@@ -526,24 +527,23 @@ def test_plans_with_factors_are_proven(source: str, data: st.DataObject) -> None
         problem = Problem(operator, tuple(sizes[0]), n, k, dtype, scaling=scaling)
     schedule, cap = Schedule.parse(name), chance.choice((None, 1 << 12, 1 << 15))
     with suppress(StagingTooSmall):
-        check(plans(problem, schedule, cap))  # as a ring, if need be
-    found = plans(problem, schedule)
-    check(found)
-    for rank, plan in enumerate(found):
+        check(plans(problem, schedule, cap))  # a ring of stages if the cap requires one
+    rank_plans = plans(problem, schedule)
+    check(rank_plans)
+    for rank, plan in enumerate(rank_plans):
         work = [step.work for step in plan.steps if isinstance(step.work, Transfer)]
-        cast = sum(one.dst.elements for one in work if one.factors is not None)
+        cast = sum(move.dst.elements for move in work if move.factors is not None)
         assert cast == (problem.left_rows(rank) * k if source else 0)
         for step in plan.steps:
-            for one in step.products:
-                assert one.b.row % rules.cols == 0 and one.b.col % rules.cols == 0
-                assert len(one.factors) == 2
+            for term in step.products:
+                assert term.b.row % rules.cols == 0 and term.b.col % rules.cols == 0
+                assert len(term.factors) == 2
             if (move := step.copy) and "scale" in step.label and not scaling.by_rank:
-                sent, me, to = move.src, move.src, move.dst
-                first = problem.leaves(me.rank, to.rank)
-                assert (sent.row - first) % rules.rows == 0
+                first = problem.leaves(move.src.rank, move.dst.rank)
+                assert (move.src.row - first) % rules.rows == 0
 
 
-def test_auto_passes_on_what_cannot_be_served() -> None:
+def test_auto_skips_schedules_without_float8() -> None:
     machine = find("h200-4", None)
     for operator in SUMS:
         scaling = Scaling("row", "float8_e4m3fn")
@@ -552,4 +552,4 @@ def test_auto_passes_on_what_cannot_be_served() -> None:
         decision = decide(problem, machine=machine, offers=("dma", "kernel", "tiled"))
         names = [decision.schedule, *decision.others]
         assert decision.source == "model" and len(names) > 3
-        assert not any(one.beta or one.grouping == "tiled" for one in names)
+        assert not any(name.beta or name.grouping == "tiled" for name in names)

@@ -1,8 +1,8 @@
-"""Layers of float8: exact forward and backward, and traced.
+"""Float8 layers: exact forwards and backwards, styles, compiled layers, errors.
 
-Integers up to 16 are exact in e4m3 by scales that are powers of two, and up to 8 in e5m2. Integers
-up to 40 in magnitude are rounded by the cast, and their sums are exact in float32, so that results
-have one right answer, too. ``gpu/test_fp8_gpu.py`` runs the tests that ask for ``device``.
+With scales that are powers of two, integers up to 16 are exact in e4m3, and up to 8 in e5m2. The
+cast rounds integers up to 40, and float32 sums of the rounded values are exact, so that results
+have one right answer, too. ``gpu/test_fp8_gpu.py`` runs some of these tests on GPUs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_scales_are_the_smallest_powers_of_two(share: tuple[int, int], dtype: to
     matrix = torch.randn(150, 200) * 10.0 ** torch.randint(-9, 9, (150, 1))
     matrix[3], matrix[4, :] = 0.0, torch.finfo(dtype).max  # exactly at the limit: scale 1
     cast, scale = quantized(matrix, share, dtype)
-    rows, cols = (one or size for one, size in zip(share, matrix.shape, strict=True))
+    rows, cols = (part or size for part, size in zip(share, matrix.shape, strict=True))
     assert (torch.frexp(scale).mantissa == 0.5).all()
     for i, j in itertools.product(range(scale.shape[0]), range(scale.shape[1])):
         piece = (slice(i * rows, i * rows + rows), slice(j * cols, j * cols + cols))
@@ -65,7 +65,7 @@ def test_scales_are_the_smallest_powers_of_two(share: tuple[int, int], dtype: to
         assert torch.equal(cast[piece].view(torch.uint8), wanted.view(torch.uint8))
 
 
-def test_what_is_not_finite_stays_in_its_row() -> None:
+def test_nan_and_infinity_stay_in_their_row() -> None:
     matrix = torch.ones(4, 16)
     matrix[1, 2], matrix[2, 3] = torch.nan, torch.inf
     cast, scale = quantized(matrix, (1, 0), E4M3)
@@ -73,50 +73,51 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     assert finite.tolist() == [True, False, False, True]
 
 
-# Nothing is rounded: on all devices.
+# Results without rounding, on all devices.
 
 
 def sparse(*shape: int, seed: int, every: int = 1) -> torch.Tensor:
-    """-1, 0 and 1, the same on every rank; one of ``every`` is not zero."""
+    """Return -1, 0 and 1, equal on all ranks. One of ``every`` values is not zero."""
     values = integers(*shape, seed=seed, most=1)
     generator = torch.Generator().manual_seed(seed + 1000)
     return values * (torch.randint(0, every, shape, generator=generator) == 0)
 
 
-#: Of the gradient's columns half are large, and meet zeros of the weight. By a factor for each row
-#: the others vanish, by one for all they are rounded to e5m2, by blocks they stay what they are.
+#: Half of the gradient's columns are large, and are multiplied by zeros of the weight. The small
+#: values become zero with a factor per row, are rounded to e5m2 with a factor per tensor, and are
+#: exact with a factor per block.
 LARGE, SMALL = 2.0**12, 1.125 * 2.0**-7
 OF_X = {"row": 0.0, "tensor": 2.0**-7 * 128, "block": SMALL * 128, None: SMALL * 128}
 
 
 @on_ranks(2)
 def test_gradients_have_a_scaling_of_their_own(at: Rank) -> None:
-    """That of x is of the gradient's scaling, whatever that of the forward is."""
+    """The gradient of x is scaled by the recipe's scaling of gradients, not that of the forward."""
     weight, grad = torch.ones(256, 16), torch.full((4, 256), LARGE)
     weight[:128], grad[:, 128:] = 0, SMALL
     for forward, gradient in itertools.product(SCALINGS, OF_X):
         recipe = Float8Recipe(forward, gradient)
-        several: dict[str, tuple[Callable[..., Any], int]] = {
-            "gathered": (lambda x, **how: gathered_linears(x, (weight,), (None,), **how)[0], 2),
+        functions: dict[str, tuple[Callable[..., Any], int]] = {
+            "gathered": (lambda x, **kw: gathered_linears(x, (weight,), (None,), **kw)[0], 2),
             "scattered": (partial(scattered_linear, weight=weight), 1),
             "reduced": (partial(reduced_linear, weight=weight), 1),
             "copied": (partial(copied_linear, weight=weight), 2),
             "partial": (partial(partial_linear, weight=weight, bias=None), 1),
         }
-        for name, (function, times) in several.items():
+        for name, (function, terms) in functions.items():
             leaf = torch.ones(4, 16, requires_grad=True)
             y = function(leaf, recipe=recipe)
             y.backward(grad[:1].expand(y.shape))
-            same(leaf.grad, torch.full((4, 16), times * OF_X[gradient]), f"{name} of {recipe}")
+            same(leaf.grad, torch.full((4, 16), terms * OF_X[gradient]), f"{name} of {recipe}")
 
 
-# What is rounded, and what is not.
+# Results with rounding.
 
 large = partial(integers, most=40)
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """As float8 has it, without factors: the integers here need none."""
+    """Round to float8 without factors, which these integers do not need."""
     return x.to(dtype).to(x.dtype)
 
 
@@ -126,25 +127,25 @@ linear = partial(exact_linear, 64, 128, most=40)
 def unsharded(
     x: torch.Tensor, weight: Any, bias: Any, grad: torch.Tensor, lower: str | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Result, and gradients of x, weight and bias. ``lower``: the scaling of the gradient."""
-    of_x = grad @ weight
+    """Return the result, and gradients of x, weight and bias. ``lower``: the gradient's scaling."""
+    grad_x = grad @ weight
     if lower:
-        of_x = rounded(grad, E5M2 if lower == "tensor" else E4M3) @ rounded(weight)
-    of_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-    return rounded(x) @ rounded(weight).t() + bias, of_x, of_weight, grad.flatten(0, -2).sum(0)
+        grad_x = rounded(grad, E5M2 if lower == "tensor" else E4M3) @ rounded(weight)
+    grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+    return rounded(x) @ rounded(weight).t() + bias, grad_x, grad_weight, grad.flatten(0, -2).sum(0)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @ranks(1, 2, 4)
 @on_ranks()
 def test_functions_are_exact(at: Rank, scaling: str) -> None:
-    """Functions of layers and their gradients; on GPUs, whose sums in float8 are not exact, of
-    integers that are not rounded."""
+    """Functions and their gradients. On GPUs, whose float8 sums are not exact, the integers need
+    no rounding."""
     on_cpu, uneven = at.device.type == "cpu", {1: [8], 2: [3, 5], 4: [3, 0, 4, 1]}[at.world]
 
     def draw(*shape: int, seed: int) -> torch.Tensor:
-        some = large(*shape, seed=seed) if on_cpu else sparse(*shape, seed=seed, every=4).bfloat16()
-        return some.to(at.device)
+        x = large(*shape, seed=seed) if on_cpu else sparse(*shape, seed=seed, every=4).bfloat16()
+        return x.to(at.device)
 
     # Two weights; the second is gathered together with the first.
     weights, bias = [draw(128, 64, seed=1), draw(64, 64, seed=2)], draw(128, seed=6)
@@ -160,45 +161,45 @@ def test_functions_are_exact(at: Rank, scaling: str) -> None:
         def gathered(x: Any, w: Any, b: Any, where: Any = where) -> torch.Tensor:
             return gathered_linears(x, (w,), (b,), **where)[0]
 
-        # How x lies, in which dimension the weight is cut, and how the result lies.
+        # Layout of x, dimension of the weight that is cut, and layout of the result.
         forms: dict[str, tuple[Callable[..., torch.Tensor], Any, int, Any]] = {
             "gathered": (gathered, cut, 0, last),
             "scattered": (partial(scattered_linear, **where), last, 1, cut),
             "reduced": (partial(reduced_linear, recipe=recipe), last, 1, torch.clone),
             "copied": (partial(copied_linear, recipe=recipe), torch.clone, 0, last),
         }
-        for name, (function, of_x, weight_dim, of_y) in forms.items():
-            of_bias = torch.clone if weight_dim else partial(part, at=at, dim=0)
-            cuts = of_x, partial(part, at=at, dim=weight_dim), of_bias
+        for name, (function, cut_x, weight_dim, cut_y) in forms.items():
+            cut_bias = torch.clone if weight_dim else partial(part, at=at, dim=0)
+            cuts = cut_x, partial(part, at=at, dim=weight_dim), cut_bias
             leaves = [
-                one(whole).clone().requires_grad_(letter in needs)
-                for one, whole, letter in zip(cuts, (x, weights[0], bias), "xwb", strict=True)
+                cut_of(whole).clone().requires_grad_(letter in needs)
+                for cut_of, whole, letter in zip(cuts, (x, weights[0], bias), "xwb", strict=True)
             ]
             out = function(*leaves)
-            same(out, of_y(y), f"{about}: {name}")
-            out.backward(of_y(grad))
-            for leaf, one, want, letter in zip(leaves, cuts, wanted, "xwb", strict=True):
+            same(out, cut_y(y), f"{about}: {name}")
+            out.backward(cut_y(grad))
+            for leaf, cut_of, want, letter in zip(leaves, cuts, wanted, "xwb", strict=True):
                 if letter in needs:
-                    same(leaf.grad, one(want), f"{about}: {name}, gradient of {letter}")
+                    same(leaf.grad, cut_of(want), f"{about}: {name}, gradient of {letter}")
                 assert letter in needs or leaf.grad is None
 
         # The gradient of x comes from both weights.
         both = torch.cat([grad, more], -1)
-        _, of_x, *_ = unsharded(x, torch.cat(weights), torch.cat([bias, bias[:64]]), both, lower)
-        shard, parts = cut(x).clone().requires_grad_(), [part(one, at, 0) for one in weights]
+        _, grad_x, *_ = unsharded(x, torch.cat(weights), torch.cat([bias, bias[:64]]), both, lower)
+        shard, parts = cut(x).clone().requires_grad_(), [part(weight, at, 0) for weight in weights]
         outs = gathered_linears(shard, parts, (None, None), **where)
         torch.autograd.backward(outs, [last(grad), last(more)])
-        same(shard.grad, cut(of_x), f"{about}: gradient of x from two weights")
+        same(shard.grad, cut(grad_x), f"{about}: gradient of x from two weights")
 
 
 def _styles(at: Rank) -> None:
     mesh, source = mesh_of(at), linear(1)
     x, grad = large(2, 8, 64, seed=3), large(2, 8, 128, seed=4)
     weight, bias = (param.detach() for param in source.parameters())
-    y, of_x, *of_params = unsharded(x, weight, bias, grad, "row")
+    y, grad_x, *grad_params = unsharded(x, weight, bias, grad, "row")
     sequence, last = partial(part, at=at, dim=1), partial(part, at=at, dim=-1)
     uncut, first = torch.clone, partial(part, at=at, dim=0)
-    # How x and the result lie, and how the parameters are cut.
+    # Cuts of x, of the result, and of the parameters.
     columns, rows = (last, (first, first)), (last, uncut)
     where: dict[str, Any] = {"sequence_dim": 1, "recipe": "row"}
     kinds: list[tuple[Any, Any, Any, Any]] = [
@@ -211,18 +212,18 @@ def _styles(at: Rank) -> None:
     for layout, cut in ((Shard(1), sequence), (Replicate(), uncut), (Partial(), uncut)):
         style = RowwiseParallel(output_layouts=layout, recipe="row", use_local_output=False)
         kinds.append((parallelize_module(copy.deepcopy(source), mesh, style), last, cut, rows))
-    for layer, of_input, of_output, of_weights in kinds:
-        leaf = of_input(x).requires_grad_()
+    for layer, cut_input, cut_output, cut_weights in kinds:
+        leaf = cut_input(x).requires_grad_()
         out = layer(leaf)
         if isinstance(out, DTensor):
             assert out.placements == layer.style.output_layouts
-            out, of_output = out.full_tensor(), uncut
-        same(out, of_output(y), f"{layer}")
-        out.backward(of_output(grad))
+            out, cut_output = out.full_tensor(), uncut
+        same(out, cut_output(y), f"{layer}")
+        out.backward(cut_output(grad))
         grads = leaf.grad, *(plain(param.grad) for param in layer.parameters())
-        cuts = zip((of_x, *of_params), (of_input, *of_weights), strict=True)
-        for one, (whole, cut) in zip(grads, cuts, strict=True):
-            same(one, cut(whole), f"a gradient of {layer}")
+        cuts = zip((grad_x, *grad_params), (cut_input, *cut_weights), strict=True)
+        for own_grad, (whole, cut) in zip(grads, cuts, strict=True):
+            same(own_grad, cut(whole), f"a gradient of {layer}")
 
 
 class Attention(nn.Module):
@@ -236,16 +237,16 @@ class Attention(nn.Module):
 
 
 def _shared(at: Rank) -> None:
-    """Layers of one recipe share a gather; others do not."""
+    """Layers share a gather if all have one recipe."""
     x, none = large(8, 64, seed=4), torch.zeros(8, 128)
     layouts = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
     for recipe, gathers in (("row", 1), (None, 2)):
         model, recipes, wanted = Attention(), {"wq": "row", "wk": recipe, "wv": "row"}, 0
-        for name, one in recipes.items():
+        for name, own_recipe in recipes.items():
             weight, bias = (param.detach() for param in getattr(model, name).parameters())
-            y = unsharded(x, weight, bias, none)[0] if one else x @ weight.t() + bias
+            y = unsharded(x, weight, bias, none)[0] if own_recipe else x @ weight.t() + bias
             wanted = wanted + y
-        plan = {name: ColwiseParallel(recipe=one) for name, one in recipes.items()}
+        plan = {name: ColwiseParallel(recipe=own) for name, own in recipes.items()}
         plan[""] = PrepareModuleInput(use_local_output=False, **layouts)
         parallelize_module(model, mesh_of(at), plan)
         with counted() as counts:
@@ -268,7 +269,7 @@ def _autocast(at: Rank) -> None:
     assert "recipe=Float8Recipe(forward='row'" in repr(layer) and copy.deepcopy(layer).recipe
 
 
-# Compiled.
+# Compiled layers.
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def _autocast(at: Rank) -> None:
 )
 @on_ranks(2, timeout=250)
 def test_layers_are_compiled(at: Rank, inner: str, recipes: list[Any], count: int) -> None:
-    """The first results, to the last bit as without a compiler; in one graph."""
+    """The first ``count`` results and gradients, in one graph, are bitwise those of eager calls."""
     torch.manual_seed(3)
     weights = [torch.randn(n, 48).bfloat16() for n in (64, 32)]
     x = (torch.randn(2, 4, 48) * 2.0 ** torch.arange(4)[:, None]).bfloat16()
@@ -300,7 +301,7 @@ def test_layers_are_compiled(at: Rank, inner: str, recipes: list[Any], count: in
         for turn in range(count):
             results = []
             for function in (once, called):
-                leaves = [one.clone().requires_grad_() for one in (x, *weights)]
+                leaves = [leaf.clone().requires_grad_() for leaf in (x, *weights)]
                 y = function(*leaves)[turn]
                 cosines = torch.cos(torch.arange(y.numel())).view(y.shape).to(y)
                 grads = torch.autograd.grad(y, leaves, cosines, materialize_grads=True)
@@ -308,7 +309,7 @@ def test_layers_are_compiled(at: Rank, inner: str, recipes: list[Any], count: in
             assert all(map(torch.equal, *results)), (turn, recipe)
 
 
-# What is refused.
+# Errors.
 
 
 def _refused(at: Rank) -> None:
@@ -334,7 +335,7 @@ def _refused(at: Rank) -> None:
 
 
 def _unlike(at: Rank) -> None:
-    """Ranks with other recipes learn it."""
+    """Ranks with different recipes raise."""
     layer = ColumnParallelLinear(32, 64, recipe=("row", "tensor")[at.rank])
     assert caught(lambda: layer(torch.ones(4, 32))).type == "RankMismatch"
     at.barrier()

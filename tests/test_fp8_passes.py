@@ -1,5 +1,5 @@
-"""Float8 under torch.compile: what the contract does not trace, and products with scales in the
-pass."""
+"""Float8 under torch.compile: calls that the contract does not trace, and scaled products that the
+pass replaces."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from ranks import Rank, on_ranks, run
-from test_fp8 import OPERATORS, ScaledCase, made
+from test_fp8 import OPERATORS, ScaledCase, sample
 from test_library import compiled
 from test_nn import refuses
 from test_passes import WORLD, collectives, exchange, gather, groups, reduce, scatter, trace
@@ -27,30 +28,30 @@ __all__ = ["groups"]  # a fixture
 
 E4M3 = torch.float8_e4m3fn
 AGM, A2AM, MRS, MAR, MA2A = OPERATORS
-#: Where nothing travels.
+#: A rank for tests that only trace.
 RANK = Rank(0, WORLD, torch.device("cpu"))
 
 
-# Calls that are traced.
+# Traced calls.
 
 
 def _gathered_too(at: Rank) -> None:
-    mine, want = made(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
+    own, want = sample(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
     call = compiled(partial(ficco.all_gather_matmul, return_gathered=True))
-    out, gathered = call(mine.a, mine.b, **mine.scales)
-    assert torch.equal(out, want) and gathered.dtype == mine.a.dtype
-    assert gathered.shape == (mine.a.shape[0] * at.world, mine.a.shape[1])
+    out, gathered = call(own.a, own.b, **own.scales)
+    assert torch.equal(out, want) and gathered.dtype == own.a.dtype
+    assert gathered.shape == (own.a.shape[0] * at.world, own.a.shape[1])
 
 
 def _refused(at: Rank) -> None:
-    """What is said of fake operands, before any call."""
-    mine, _ = made(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
-    wrong_scale = {"scale_a": mine.scales["scale_a"][:3]}
+    """Errors for fake operands, before any call."""
+    own, _ = sample(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
+    wrong_scale = {"scale_a": own.scales["scale_a"][:3]}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        call = partial(ficco.all_gather_matmul, *map(mode.from_tensor, (mine.a, mine.b)))
-        other = partial(call, **mine.scales, out_dtype=torch.float64)
+        call = partial(ficco.all_gather_matmul, *map(mode.from_tensor, (own.a, own.b)))
+        other = partial(call, **own.scales, out_dtype=torch.float64)
         refuses(
-            ("[3, 1]", partial(call, **mine.scales | wrong_scale)),
+            ("[3, 1]", partial(call, **own.scales | wrong_scale)),
             ("out_dtype: required one of bfloat16", other),
         )
 
@@ -93,29 +94,29 @@ def _batches(x: torch.Tensor, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.T
 
 
 def _blocks(a: torch.Tensor, w: torch.Tensor, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """With the scale of w padded as the library reads it."""
+    """A product with blocks of scales; the scale of w is padded as the library requires."""
     padded = torch.nn.functional.pad(t.t(), (0, -t.shape[0] % 4)).t()
-    how = [s.t().contiguous().t()], [4], [0], [padded], [5], [0]
-    return torch.ops.aten._scaled_mm_v2(a, w.t(), *how, None, torch.bfloat16)
+    scales = [s.t().contiguous().t()], [4], [0], [padded], [5], [0]
+    return torch.ops.aten._scaled_mm_v2(a, w.t(), *scales, None, torch.bfloat16)
 
 
-def scaled(x: Any, w: Any, s: Any, t: Any, g: Any, *bias: Any, how: Any = times) -> torch.Tensor:
-    product: torch.Tensor = how(gather(x, 0, g), w, gather(s, 0, g), t, *bias)
+def scaled(x: Any, w: Any, s: Any, t: Any, g: Any, *bias: Any, mul: Any = times) -> torch.Tensor:
+    product: torch.Tensor = mul(gather(x, 0, g), w, gather(s, 0, g), t, *bias)
     return product
 
 
 def _scales_first(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor:
-    of = gather(s, 0, g)
-    return times(gather(x, 0, g), w, of, t)
+    scales = gather(s, 0, g)
+    return times(gather(x, 0, g), w, scales, t)
 
 
 def _two(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    a, of = gather(x, 0, g), gather(s, 0, g)
-    return times(a, w, of, t), times(a, w[:16], of, t[:, :16])
+    a, scales = gather(x, 0, g), gather(s, 0, g)
+    return times(a, w, scales, t), times(a, w[:16], scales, t[:, :16])
 
 
 def _rows_apart(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor:
-    """Scales of all rows, however they came about, stay as they are."""
+    """Scales computed from gathered scales are passed as they are, and their gather stays."""
     return times(gather(x, 0, g), w, gather(s.flip(0), 0, g).view(WORLD, -1).flip(1).view(-1, 1), t)
 
 
@@ -125,7 +126,7 @@ PROGRAMS = [
     P("scales first", _scales_first, (AGM,)),
     P("bias", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, b), (AGM,)),
     P("bytes", lambda x, w, s, t, b, g: times(as_bytes(x, g), w, gather(s, 0, g), t), (AGM,)),
-    P("functional", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, how=functional), (AGM,)),
+    P("functional", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, mul=functional), (AGM,)),
     P("batches", _batches, (AGM,), says="put in order by a copy"),
     P("two products", _two, (AGM,), left=1, says="kept for _scaled_mm_1"),
     P("scales of all", _rows_apart, (AGM,), left=1, says="is no product"),
@@ -134,46 +135,46 @@ PROGRAMS = [
     P("scattered", lambda x, w, s, t, b, g: scatter(times(x, w, s, t), 0, g), (MRS,)),
     P("reduced", lambda x, w, s, t, b, g: reduce(times(x, w, s, t), g), (MAR,), "tensor"),
     P("sent", lambda x, w, s, t, b, g: exchange(times(x, w, s, t), g), (MA2A,)),
-    P("blocks", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, how=_blocks), (AGM,), "block"),
+    P("blocks", lambda x, w, s, t, b, g: scaled(x, w, s, t, g, mul=_blocks), (AGM,), "block"),
 ]
 
 
-def given(program: ScaledProgram, at: Rank) -> tuple[list[torch.Tensor], torch.Tensor]:
+def operands_of(program: ScaledProgram, at: Rank) -> tuple[list[torch.Tensor], torch.Tensor]:
     (operator,), world = program.expected, at.world
     blocks, n = operator in (A2AM, MA2A), 128 if program.recipe == "block" else 32
     rows: Any = (16 if operator == AGM else 8,) * world
     rows, bias = (rows,) * world if blocks else rows, program.name == "bias"
     case = ScaledCase(operator, rows, 256, n, program.recipe, bias=bias)
     for iteration in itertools.count():
-        every = [made(case, Rank(rank, world, at.device), iteration)[0] for rank in range(world)]
-        scales = [one.scales["scale_a"] for one in every]
-        # One scale for all ranks where there is one for all rows.
-        if program.recipe != "tensor" or all(torch.equal(one, scales[0]) for one in scales):
+        ranks = [sample(case, Rank(rank, world, at.device), iteration)[0] for rank in range(world)]
+        scales = [peer.scales["scale_a"] for peer in ranks]
+        # With a scale for the tensor, all ranks need the same scale.
+        if program.recipe != "tensor" or all(torch.equal(scale, scales[0]) for scale in scales):
             break
-    mine, want = made(case, at, iteration)
-    plain = mine.a, mine.b.t(), scales[at.rank].contiguous(), mine.scales["scale_b"]
-    return [*plain, mine.scales.get("bias", torch.zeros(n).bfloat16())], want
+    own, want = sample(case, at, iteration)
+    plain = own.a, own.b.t(), scales[at.rank].contiguous(), own.scales["scale_b"]
+    return [*plain, own.scales.get("bias", torch.zeros(n).bfloat16())], want
 
 
 @pytest.mark.parametrize("name", [program.name for program in PROGRAMS])
 @on_ranks(WORLD)
 def test_scaled_programs_give_the_same_integers(at: Rank, name: str) -> None:
-    program = next(one for one in PROGRAMS if one.name == name)
-    operands, want = given(program, at)
+    program = next(program for program in PROGRAMS if program.name == name)
+    operands, want = operands_of(program, at)
     graph = trace(program.run, operands, dist.group.WORLD)
     before = graph.graph.find_nodes(op="output", target="output")[0].meta.get("val")
     report = passes.replace(graph)
-    assert called(graph) == [f"{one}_scaled" for one in program.expected], f"{report}\n{graph.code}"
+    assert called(graph) == [f"{op}_scaled" for op in program.expected], f"{report}\n{graph.code}"
     assert collectives(graph) == 2 * program.left, graph.code  # and its wait
-    found = graph(*[one.clone() for one in operands])
-    wants, founds = [want], [found]
+    result = graph(*[operand.clone() for operand in operands])
+    wants, results = [want], [result]
     if program.name == "two products":
-        wants, founds = [want, want[:, :16]], list(found)
+        wants, results = [want, want[:, :16]], list(result)
     if program.name == "batches":
         wants = [want.view(at.world, 2, -1, want.shape[1]).transpose(0, 1).reshape(want.shape)]
-    for one, other in zip(founds, wants, strict=True):
-        assert one.dtype == other.dtype and torch.equal(one, other), f"{report}\n{graph.code}"
-        assert one.is_contiguous() or before is None
+    for y, want in zip(results, wants, strict=True):
+        assert y.dtype == want.dtype and torch.equal(y, want), f"{report}\n{graph.code}"
+        assert y.is_contiguous() or before is None
     assert any(program.says in entry.reason for entry in report), str(report)
     assert len(report.left) == program.left
     travels = [entry for entry in report if "scales travel with the rows" in entry.reason]
@@ -185,8 +186,8 @@ def _other_order(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor
 
 
 def _scale_of_result(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor:
-    how: Any = {"scale_result": t.sum(), "out_dtype": torch.bfloat16}
-    return torch._scaled_mm(gather(x, 0, g), w.t(), gather(s, 0, g), t, **how)
+    options: Any = {"scale_result": t.sum(), "out_dtype": torch.bfloat16}
+    return torch._scaled_mm(gather(x, 0, g), w.t(), gather(s, 0, g), t, **options)
 
 
 def _narrow(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor:
@@ -202,7 +203,14 @@ def _scale_from_rows(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Te
     return times(a, w, a.float().amax(1, True), t)
 
 
+def _written_scales(x: Any, w: Any, s: Any, t: Any, b: Any, g: Any) -> torch.Tensor:
+    of = funcol.wait_tensor(gather(s, 0, g))
+    of.view(-1).mul_(2)
+    return times(gather(x, 0, g), w, of, t)
+
+
 LEFT: dict[str, Callable[..., Any]] = {
+    "mul_ may write to the scales of the rows": _written_scales,
     "lie in another order": _other_order,
     "do not travel with them": lambda x, w, s, t, b, g: times(exchange(x, g), w, s, t),
     "scale_result": _scale_of_result,
@@ -214,8 +222,8 @@ LEFT: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("says", LEFT)
-def test_what_stays_of_scaled_products_has_a_reason(says: str, groups: dict[int, Any]) -> None:
-    graph = trace(LEFT[says], given(PROGRAMS[0], RANK)[0], groups[2])
+def test_unreplaced_scaled_products_have_a_reason(says: str, groups: dict[int, Any]) -> None:
+    graph = trace(LEFT[says], operands_of(PROGRAMS[0], RANK)[0], groups[2])
     before = graph.code
     report = passes.replace(graph)
     assert not report and graph.code == before
@@ -234,9 +242,9 @@ def test_what_stays_of_scaled_products_has_a_reason(says: str, groups: dict[int,
 def test_recipes_that_no_operator_has(
     changes: dict[str, Any], says: str, groups: dict[int, Any]
 ) -> None:
-    """As graphs of other devices have them; fake kernels here refuse some."""
-    program = next(one for one in PROGRAMS if one.name == "functional")
-    graph = trace(program.run, given(program, RANK)[0], groups[2])
+    """Recipes that graphs of other devices may have. Fake kernels on CPUs refuse some of them."""
+    program = next(program for program in PROGRAMS if program.name == "functional")
+    graph = trace(program.run, operands_of(program, RANK)[0], groups[2])
     (node,) = (n for n in graph.graph.nodes if "scaled_mm" in str(n.target))
     names = [argument.name for argument in node.target._schema.arguments]
     node.args, node.kwargs = (), dict(zip(names, node.args, strict=False)) | changes
@@ -246,8 +254,8 @@ def test_recipes_that_no_operator_has(
 
 def _compiled(at: Rank) -> None:
     program, backend = PROGRAMS[0], passes.backend("aot_eager")
-    layer = compiled(lambda *given: program.run(*given, dist.group.WORLD), backend)
-    operands, want = given(program, at)
+    layer = compiled(lambda *inputs: program.run(*inputs, dist.group.WORLD), backend)
+    operands, want = operands_of(program, at)
     assert torch.equal(layer(*operands), want)
     assert "2 replaced, 0 left" in str(backend.report)
 

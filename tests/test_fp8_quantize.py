@@ -1,8 +1,8 @@
-"""A that is cast to float8 piece by piece in front of its copies: ``quantize=``.
+"""``quantize=``: A is cast to float8 piece by piece, before its copies.
 
-Operands are those of ``test_fp8.py``, with A as its caller has it before the cast: small integers
-times powers of two, one for each row or each 1 x 128, so that the cast is exact and a factor of
-another row makes another product.
+Operands are those of ``test_fp8.py`` with A before the cast: small integers times powers of two,
+one for each row or each 1 x 128, so that the cast is exact and a factor of another row changes the
+product.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 from cases import compare
 from ranks import Rank, caught, on_ranks, ranks, run
-from test_fp8 import E4M3, FNUZ, OPERATORS, Operands, ScaledCase, call, drawn, made, schedules
+from test_fp8 import E4M3, FNUZ, OPERATORS, Operands, ScaledCase, call, drawn, sample, schedules
 from test_library import compiled
 from test_operators import SUMS
 
@@ -39,17 +39,17 @@ SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def unscaled(case: ScaledCase, at: Rank, iteration: int) -> tuple[Operands, torch.Tensor]:
-    """The same operands with A before it was cast, and their product."""
-    mine, wanted = made(case, at, iteration)
-    mine.a = mine.wide_a.to(SOURCES[iteration % len(SOURCES)])
-    mine.scales["quantize"] = case.recipe
-    del mine.scales["scale_a"]
-    return mine, wanted
+    """Return the operands of ``sample`` with A before the cast, and their product."""
+    own, wanted = sample(case, at, iteration)
+    own.a = own.wide_a.to(SOURCES[iteration % len(SOURCES)])
+    own.scales["quantize"] = case.recipe
+    del own.scales["scale_a"]
+    return own, wanted
 
 
 def exactly(at: Rank, case: ScaledCase, iteration: int) -> None:
-    mine, wanted = unscaled(case, at, iteration)
-    compare("the result", call(case, mine), wanted, f"rank {at.rank}, {iteration}: {case}")
+    own, wanted = unscaled(case, at, iteration)
+    compare("the result", call(case, own), wanted, f"rank {at.rank}, {iteration}: {case}")
 
 
 def cast_exactly(at: Rank, cases: Sequence[ScaledCase]) -> int:
@@ -77,19 +77,19 @@ def test_every_schedule_casts_exactly(at: Rank, operator: str) -> None:
 
 
 @on_ranks(2)
-def test_forms_of_what_is_cast(at: Rank) -> None:
-    """A as callers have it, a ring of stages, and the family that b says."""
+def test_layouts_of_cast_operands(at: Rank) -> None:
+    """Layouts of A, a ring of stages, and the family of dtypes of b."""
     case = ScaledCase("all_gather_matmul", (12,) * at.world, 256, 16, "block", "growing")
-    mine, wanted = unscaled(case, at, 0)
-    a = mine.a
+    own, wanted = unscaled(case, at, 0)
+    a = own.a
     symmetric = ficco.empty(a.shape, dtype=a.dtype, device=at.device).copy_(a)
     wide = torch.zeros(12, 512, dtype=a.dtype, device=at.device)[:, ::2].copy_(a)
     odd = torch.zeros(12, 259, dtype=a.dtype, device=at.device)[:, 3:].copy_(a)
     for form in (a, symmetric, wide, odd, a.view(3, 4, 256)):
-        mine.a = form
+        own.a = form
         for schedule in ("growing", "growing:pull"):
-            found = call(case.on(schedule=schedule), mine)
-            compare("the result", found, wanted, f"{form.shape} {form.stride()}")
+            y = call(case.on(schedule=schedule), own)
+            compare("the result", y, wanted, f"{form.shape} {form.stride()}")
     case = case.on(schedule="hetero-fused-1d:pieces=3", recipe="row", k=144)
     columns = ScaledCase("matmul_reduce_scatter", (24,) * at.world, 144, 544, "row", "growing")
     with ficco.options(workspace_bytes=1 << 14):
@@ -100,68 +100,68 @@ def test_forms_of_what_is_cast(at: Rank) -> None:
 
 
 def _rounds(at: Rank) -> None:
-    """Random A: what travels is bit by bit what one cast of the whole gives."""
+    """The sent rows of a random A are bitwise equal to one cast of the whole A."""
     torch.manual_seed(at.rank)
     a, weight = torch.randn(24, 400) * 2.0 ** torch.arange(-12, 12)[:, None], torch.randn(48, 400)
     for recipe in CASTS:
-        b, of_b = quantized(weight, RECIPES[recipe].b[::-1], E4M3)
-        cast, of_a = quantized(a, RECIPES[recipe].a, E4M3)
-        rest: dict[str, Any] = {"scale_b": of_b.t(), "schedule": "hetero-fused-1d:pieces=3"}
-        found = ficco.all_gather_matmul(a, b.t(), quantize=recipe, **rest)
-        whole = ficco.all_gather_matmul(cast, b.t(), scale_a=of_a, **rest)
-        assert torch.equal(found, whole) and found.abs().sum() > 0
+        b, scale_b = quantized(weight, RECIPES[recipe].b[::-1], E4M3)
+        cast, scale_a = quantized(a, RECIPES[recipe].a, E4M3)
+        rest: dict[str, Any] = {"scale_b": scale_b.t(), "schedule": "hetero-fused-1d:pieces=3"}
+        y = ficco.all_gather_matmul(a, b.t(), quantize=recipe, **rest)
+        whole = ficco.all_gather_matmul(cast, b.t(), scale_a=scale_a, **rest)
+        assert torch.equal(y, whole) and y.abs().sum() > 0
 
 
 def _gradient(at: Rank) -> None:
-    """That of A is a product with b as it was cast; the call itself has the same options."""
+    """The gradient of A is a product with the float8 b, with and without gradients enabled."""
     for iteration, operator in enumerate(GATHERING):
         rows: Any = (4, 8) if operator == "all_gather_matmul" else ((4, 8), (8, 4))
         case = ScaledCase(operator, rows, 32, 16, "row", "growing")
-        mine, wanted = unscaled(case, at, iteration)
-        mine.a.requires_grad_()
-        found = call(case, mine)
-        assert torch.equal(found, wanted) and found.requires_grad
-        # The same on all ranks, so that the sum over them is known.
-        found.backward(torch.ones_like(found))
-        every = [made(case, replace(at, rank=r), iteration)[0].wide_b.sum(1) for r in range(2)]
+        own, wanted = unscaled(case, at, iteration)
+        own.a.requires_grad_()
+        y = call(case, own)
+        assert torch.equal(y, wanted) and y.requires_grad
+        # The gradient is the same on all ranks, so that the sum over the ranks is known.
+        y.backward(torch.ones_like(y))
+        sums = [sample(case, replace(at, rank=r), iteration)[0].wide_b.sum(1) for r in range(2)]
         if operator == "all_gather_matmul":
-            right = torch.stack(every).sum(0).expand(rows[at.rank], -1)
+            expected = torch.stack(sums).sum(0).expand(rows[at.rank], -1)
         else:
-            right = torch.stack(every).repeat_interleave(torch.tensor(rows[at.rank]), 0)
-        assert mine.a.grad.dtype == mine.a.dtype and torch.equal(mine.a.grad.double(), right)
+            expected = torch.stack(sums).repeat_interleave(torch.tensor(rows[at.rank]), 0)
+        assert own.a.grad.dtype == own.a.dtype and torch.equal(own.a.grad.double(), expected)
         with torch.no_grad():
-            assert not call(case, mine).requires_grad
+            assert not call(case, own).requires_grad
 
 
 def _empty(at: Rank) -> None:
-    """Without rows, columns of b or columns of A there is nothing to cast, or only zeros come."""
+    """Without rows or columns nothing is cast, or all results are zero."""
     for m, n, k in ((0, 16, 16), (8, 0, 16), (8, 16, 0), (0, 0, 0), (2, 128, 128)):
         for recipe, operator in itertools.product(CASTS, OPERATORS):
             a, b = torch.ones(m, k), torch.ones(n, k).to(E4M3).t()
-            of_b = torch.ones((1, n) if recipe == "row" else (-(-k // 128), -(-n // 128)))
+            scale_b = torch.ones((1, n) if recipe == "row" else (-(-k // 128), -(-n // 128)))
             for name in ("serial", "growing", "hetero-fused-2d:pieces=2", "growing:pull"):
-                how: dict[str, Any] = {"scale_b": of_b, "schedule": name}
-                found = getattr(ficco, operator)(a, b, quantize=recipe, **how)
-                times = at.world if operator in SUMS else 1
-                assert (found == k * times).all(), (operator, m, n, k, recipe, name)
+                kwargs: dict[str, Any] = {"scale_b": scale_b, "schedule": name}
+                y = getattr(ficco, operator)(a, b, quantize=recipe, **kwargs)
+                terms = at.world if operator in SUMS else 1
+                assert (y == k * terms).all(), (operator, m, n, k, recipe, name)
 
 
 def _traced(at: Rank) -> None:
     for iteration, operator in enumerate(GATHERING):
         rows: Any = (8, 8) if operator == "all_gather_matmul" else ((8, 8), (8, 8))
         case = ScaledCase(operator, rows, 32, 16, "row", "growing")
-        mine, wanted = unscaled(case, at, iteration)
-        once = compiled(lambda a, case=case, mine=mine: call(case, replace(mine, a=a)) + 1)
-        assert torch.equal(once(mine.a), wanted + 1)
-        refused = caught(lambda once=once, mine=mine: once(mine.a.requires_grad_()))
+        own, wanted = unscaled(case, at, iteration)
+        once = compiled(lambda a, case=case, own=own: call(case, replace(own, a=a)) + 1)
+        assert torch.equal(once(own.a), wanted + 1)
+        refused = caught(lambda once=once, own=own: once(own.a.requires_grad_()))
         assert "no gradient" in refused.text
 
 
 def _unlike(at: Rank) -> None:
-    """One rank casts in front of its copies, the other has cast before."""
+    """One rank casts in the call, the other passes operands that are already cast."""
     case = ScaledCase("all_gather_matmul", (8, 8), 32, 16, "row")
-    mine, _ = (made, unscaled)[at.rank](case, at, 0)
-    error = caught(lambda: call(case, mine))
+    own, _ = (sample, unscaled)[at.rank](case, at, 0)
+    error = caught(lambda: call(case, own))
     assert error.type == "RankMismatch" and "cast from bfloat16" in error.text
     at.barrier()
     ficco.close()
@@ -197,7 +197,7 @@ def _part_of_a_row(step: Any) -> Any:
 
 
 UNFIT = "factors that do not fit"
-#: Steps of a plan, what is wrong with them, and what the proof says.
+#: Steps of a plan, a wrong edit of them, and a pattern of the proof's error.
 WRONG: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any], str], ...] = (
     (_is_copy_of_scales, lambda step: step._replace(after=()), "before it is written"),
     (_is_cast, lambda step: _moves(step, factors=None), "casts without factors"),
@@ -216,24 +216,24 @@ WRONG: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("of", "change", "words"), WRONG)
-def test_wrong_casts_are_seen(
-    of: Callable[[Any], bool], change: Callable[[Any], Any], words: str
+@pytest.mark.parametrize(("selects", "change", "words"), WRONG)
+def test_the_proof_refuses_wrong_casts(
+    selects: Callable[[Any], bool], change: Callable[[Any], Any], words: str
 ) -> None:
     scaling = Scaling("row", "float8_e4m3fn", source="bfloat16")
     problem = Problem("all_gather_matmul", (64, 64), 32, 256, "float8_e4m3fn", scaling=scaling)
-    found = plans(problem, Schedule.parse("hetero-fused-1d:pieces=4"))
-    check(found)
-    steps = list(found[0].steps)
-    at = next(index for index, step in enumerate(steps) if of(step))
+    rank_plans = plans(problem, Schedule.parse("hetero-fused-1d:pieces=4"))
+    check(rank_plans)
+    steps = list(rank_plans[0].steps)
+    at = next(index for index, step in enumerate(steps) if selects(step))
     steps[at] = change(steps[at])
-    found[0] = replace(found[0], steps=tuple(steps))
+    rank_plans[0] = replace(rank_plans[0], steps=tuple(steps))
     with pytest.raises(PlanError, match=words):
-        check(found)
+        check(rank_plans)
 
 
 def test_copies_begin_when_their_piece_is_cast() -> None:
-    """The first after a fourth of the cast, where there are four pieces; not so when peers pull."""
+    """The first of four copies begins after a fourth of the cast, or after all if peers pull."""
     machine = find("h200-4", None)
     sizes, scaling = (3584, 8192), Scaling("row", "float8_e4m3fn", source="bfloat16")
     problem = Problem("all_gather_matmul", (8192,) * 4, *sizes, "float8_e4m3fn", scaling=scaling)
@@ -246,30 +246,30 @@ def test_copies_begin_when_their_piece_is_cast() -> None:
         first = min(bar.start_s for bar in bars if bar.kind == "copy")
         assert len(casts) == count and least * took <= first < most * took
         assert took == pytest.approx(moves + count * machine.memory.latency, rel=0.05)
-        given = predict(problem.given, schedule, machine, "queued")
-        assert 0 < predict(problem, schedule, machine, "queued") - given < 1.5 * took
+        without_cast = predict(problem.given, schedule, machine, "queued")
+        assert 0 < predict(problem, schedule, machine, "queued") - without_cast < 1.5 * took
     assert PRODUCTS.ideal(problem, machine) == PRODUCTS.ideal(problem.given, machine)
 
 
 def test_a_library_on_cpus_writes_contiguous_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch 2.11 writes wrong values on Intel's CPUs if the result's rows are not contiguous."""
-    scaled_mm, one = torch._scaled_mm, torch.ones(())
+    scaled_mm, unit = torch._scaled_mm, torch.ones(())
 
     def strict(*operands: torch.Tensor, **options: Any) -> torch.Tensor:
-        assert options.get("out", one).is_contiguous()
+        assert options.get("out", unit).is_contiguous()
         return scaled_mm(*operands, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", strict)
     a = torch.arange(48 * 16).remainder(7).float().view(48, 16).to(torch.float8_e4m3fn)
     b = torch.arange(16 * 32).remainder(5).float().view(32, 16).to(torch.float8_e4m3fn).t()
     wide = torch.full((48, 64), -1.0)
-    multiply_scaled(a, b, wide[:, 16:48], (one, one), "tensor")
+    multiply_scaled(a, b, wide[:, 16:48], (unit, unit), "tensor")
     assert torch.equal(wide[:, 16:48], a.float() @ b.float())
     assert (wide[:, :16] == -1).all() and (wide[:, 48:] == -1).all()
 
 
 def test_on_a_double_of_hip() -> None:
-    """gfx942's own float8, by ficco's kernel, whose launches the double carries out."""
+    """ficco's kernel casts to gfx942's float8. The double executes its launches."""
     cases = [
         ScaledCase(operator, rows, 144, 48, "row", name, dtypes=(FNUZ, FNUZ))
         for operator, rows in (

@@ -42,9 +42,9 @@ from ficco.tools.bench.cases import BenchSettings
 from ficco.tools.bench.harness import bench
 
 MACHINE = find("h200-4", None)
-#: Hooks of FSDP: older releases are refused.
+#: Mark of tests that need hooks of FSDP2, which older releases lack.
 HOOKS = since("2.9", "has no hooks for the collectives of FSDP2")
-#: Seconds after which calls give up on a peer, and for which they wait for one that has ended.
+#: Timeouts in seconds: of a stopped peer, and of a killed one, which is detected much earlier.
 PATIENCE_S, LONG_S = 1.0, 20.0
 
 
@@ -73,8 +73,8 @@ def test_plans_are_simulated_and_drawn() -> None:
 
 
 def edited(operator: str, edit: Callable[[Any], Any]) -> list[Plan]:
-    """The Plans of two ranks with each step edited."""
-    return [replace(one, steps=tuple(map(edit, one.steps))) for one in plans(operator, 2)]
+    """Return the Plans of two ranks with each step edited."""
+    return [replace(plan, steps=tuple(map(edit, plan.steps))) for plan in plans(operator, 2)]
 
 
 def _unawaited(step: Any) -> Any:
@@ -82,11 +82,11 @@ def _unawaited(step: Any) -> Any:
 
 
 def _too_early(step: Any) -> Any:
-    """Copies do not wait until the peer has begun; the last step does."""
-    early = tuple(one for one in step.waits if one.kind == "begun")
+    """Move the wait for the begin of the peer from the copies to the last step."""
+    early = tuple(word for word in step.waits if word.kind == "begun")
     if early:
         return step._replace(waits=())
-    begun = tuple(one for one in step.clears if one.kind == "begun")
+    begun = tuple(word for word in step.clears if word.kind == "begun")
     return step._replace(waits=begun) if begun else step
 
 
@@ -109,12 +109,10 @@ def test_proof_refuses_a_sum_without_its_factor() -> None:
     scaled = weight_plans(problem, schedule)
     check(scaled)
     assert str(problem) == "fsdp_reduce_scatter(1000 x 2 ranks, bfloat16, times 0.5)"
-    plain = tuple(one._replace(factor=1.0) for one in scaled[0].buffers)
+    plain = tuple(b._replace(factor=1.0) for b in scaled[0].buffers)
     with pytest.raises(PlanError, match="the operands and results are not those that are"):
         check([replace(plan, buffers=plain) for plan in scaled])
-    staged = tuple(
-        one._replace(factor=0.5) if one.memory == "slot" else one for one in scaled[0].buffers
-    )
+    staged = tuple(b._replace(factor=0.5) if b.memory == "slot" else b for b in scaled[0].buffers)
     with pytest.raises(PlanError, match="there are no buffers such as staging"):
         check([replace(plan, buffers=staged) for plan in scaled])
     placed = [replace(plan, steps=tuple(map(_placed, plan.steps))) for plan in scaled]
@@ -123,7 +121,7 @@ def test_proof_refuses_a_sum_without_its_factor() -> None:
 
 
 def _placed(step: Any) -> Any:
-    """A copy of this rank's term in place of a sum."""
+    """Replace a sum by a copy of this rank's term."""
     if not isinstance(step.work, Reduction):
         return step
     own = next(i for i, part in enumerate(step.work.parts) if part.buffer == "grads")
@@ -150,29 +148,29 @@ def test_proof_refuses_wrong_plans(operator: str, edit: Callable[[Any], Any], wh
 
 
 def integers(most: int, *seed: int, size: Sequence[int]) -> torch.Tensor:
-    """Whole numbers from -most to most."""
+    """Return random whole numbers from -most to most."""
     mixed = 0
-    for part in seed:
-        mixed = mixed * 7919 + part + 1
+    for value in seed:
+        mixed = mixed * 7919 + value + 1
     generator = torch.Generator().manual_seed(mixed)
     return torch.randint(-most, most + 1, tuple(size), generator=generator)
 
 
 class Group:
-    """The fields of FSDP's object of a parameter group that hooks read."""
+    """The fields of FSDP2's parameter group that hooks read."""
 
     def __init__(self, group: Any) -> None:
         self._all_gather_process_group = group
 
 
-class Before:
-    """PyTorch's collectives, counted."""
+class Fallback:
+    """PyTorch's collectives, with a count of their calls."""
 
     def __init__(self) -> None:
         self.calls = 0
 
-    def allocate(self, size: Any, **how: Any) -> torch.Tensor:
-        return torch.empty(*size, **how)
+    def allocate(self, size: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.empty(*size, **kwargs)
 
     def __call__(self, out: torch.Tensor, source: torch.Tensor, group: Any, *rest: Any) -> None:
         self.calls += 1
@@ -181,31 +179,30 @@ class Before:
 
 
 @contextmanager
-def hooks(limit: int | None = None) -> Iterator[tuple[fsdp.Gathers, fsdp.GradientSums, Before]]:
-    """Hooks of the group of all ranks, and PyTorch's collectives behind them."""
-    before, world = Before(), dist.group.WORLD
-    rest = Group(world), before, current(), limit
-    yield fsdp.Gathers(*rest), fsdp.GradientSums(*rest), before
+def hooks(limit: int | None = None) -> Iterator[tuple[fsdp.Gathers, fsdp.GradientSums, Fallback]]:
+    """Yield hooks of the group of all ranks, and the PyTorch collectives that they fall back to."""
+    fallback, world = Fallback(), dist.group.WORLD
+    rest = Group(world), fallback, current(), limit
+    yield fsdp.Gathers(*rest), fsdp.GradientSums(*rest), fallback
     ficco.close(world)
 
 
 def of(at: Rank) -> torch.device:
-    """The device of a rank, as tensors name it."""
+    """Return the device of a rank with its index."""
     return torch.empty(0, device=at.device).device
 
 
 def gathered(
     at: Rank, gathers: fsdp.Gathers, step: int, count: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A gather as FSDP makes it, of a slice that lies in the result. The slices of all ranks are
-    checked."""
-    every = torch.cat([integers(9, step, rank, size=(count,)) for rank in range(at.world)])
-    every = every.abs().to(dtype) if not dtype.is_signed else every.to(dtype)
+    """Gather as FSDP2 does, from a slice of the result, and check the slices of all ranks."""
+    whole = torch.cat([integers(9, step, rank, size=(count,)) for rank in range(at.world)])
+    whole = whole.abs().to(dtype) if not dtype.is_signed else whole.to(dtype)
     out = gathers.allocate((count * at.world,), dtype=dtype, device=of(at))
     own = out.narrow(0, count * at.rank, count)
-    own.copy_(every[count * at.rank :][:count])
+    own.copy_(whole[count * at.rank :][:count])
     gathers(output_tensor=out, input_tensor=own, group=dist.group.WORLD)
-    assert torch.equal(out.cpu(), every), (step, count, dtype)
+    assert torch.equal(out.cpu(), whole), (step, count, dtype)
     return out
 
 
@@ -213,20 +210,20 @@ DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.int64
 
 
 def all_gathers(at: Rank) -> None:
-    with hooks() as (gathers, _, before):
+    with hooks() as (gathers, _, fallback):
         for step, dtype in enumerate(DTYPES):
             for count in (1, 5, 4096):
                 gathered(at, gathers, step, count, dtype)
         with mock.patch.object(fsdp, "PIECE_BYTES", 1000):
             held = [gathered(at, gathers, step, 4097, torch.float32) for step in range(5)]
-        assert len({one.data_ptr() for one in held}) == 5, "tensors in use share no buffer"
-        places = {one.data_ptr() for one in held}
+        assert len({tensor.data_ptr() for tensor in held}) == 5, "tensors in use share no buffer"
+        places = {tensor.data_ptr() for tensor in held}
         del held
         again = [gathered(at, gathers, step, 4097, torch.float32).data_ptr() for step in range(9)]
         assert places.issuperset(again), "dropped tensors free their buffers"
         out = gathers.allocate((0,), dtype=torch.float32, device=of(at))
-        assert not before.calls and not out.numel()
-        # A slice elsewhere is copied to its place.
+        assert not fallback.calls and not out.numel()
+        # A slice outside of the result is copied into it.
         out = gathers.allocate((3 * at.world,), dtype=torch.float32, device=of(at))
         own = torch.full((3,), float(at.rank), device=at.device)
         gathers(out, own, dist.group.WORLD)
@@ -235,57 +232,57 @@ def all_gathers(at: Rank) -> None:
 
 def all_sums(at: Rank) -> None:
     operations = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.25)  # type: ignore[attr-defined]
-    with hooks() as (_, sums, before), mock.patch.object(fsdp, "SUM_BYTES", 256):
+    with hooks() as (_, sums, fallback), mock.patch.object(fsdp, "SUM_BYTES", 256):
         for step, op in enumerate(operations):
             dtypes = torch.bfloat16, torch.float16, torch.float32, torch.float64
             for dtype in dtypes if at.device.type == "cpu" else dtypes[:3]:
                 for count, room in ((1, 64 << 20), (4097, 64 << 20), (4097, 1024)):
                     size = at.world, at.world, count
-                    every = integers(9, step, count, size=size).to(dtype)
+                    terms = integers(9, step, count, size=size).to(dtype)
                     source = sums.allocate((at.world * count,), dtype=dtype, device=at.device)
-                    source.copy_(every[at.rank].flatten())
+                    source.copy_(terms[at.rank].flatten())
                     out = torch.full((count,), float("nan"), dtype=dtype, device=at.device)
                     with mock.patch.object(fsdp, "STAGING_BYTES", room):
                         sums(output_tensor=out, input_tensor=source, group=dist.group.WORLD, op=op)
-                    total = every.sum(0, dtype=torch.promote_types(dtype, torch.float32))
+                    total = terms.sum(0, dtype=torch.promote_types(dtype, torch.float32))
                     expected = (total[at.rank] * (1, 1 / at.world, 0.25)[step]).to(dtype)
                     assert torch.equal(out.cpu(), expected), (op, dtype, count, room)
-                    assert torch.equal(source.cpu(), every[at.rank].flatten())
-        assert not before.calls
+                    assert torch.equal(source.cpu(), terms[at.rank].flatten())
+        assert not fallback.calls
 
 
 def sums_in_order(at: Rank) -> None:
-    """Random bfloat16 gradients: float32 sums in the order of ranks, and means, each rounded once,
-    twice alike."""
+    """Random bfloat16 gradients: sums and means in float32, in rank order, rounded once, and equal
+    when repeated."""
     with hooks() as (_, sums, _):
         torch.manual_seed(7)
-        every = torch.randn(at.world, at.world, 999).bfloat16()
-        total = every[0, at.rank].float()
+        terms = torch.randn(at.world, at.world, 999).bfloat16()
+        total = terms[0, at.rank].float()
         for rank in range(1, at.world):
-            total = total + every[rank, at.rank].float()
+            total = total + terms[rank, at.rank].float()
         for op, factor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, 1 / at.world)) * 2:
-            source, out = every[at.rank].flatten().to(at.device), torch.empty(999).bfloat16()
+            source, out = terms[at.rank].flatten().to(at.device), torch.empty(999).bfloat16()
             out = out.to(at.device)
             sums(out, source, dist.group.WORLD, op)
             assert torch.equal(out.cpu(), (total * factor).bfloat16()), op
 
 
 def left(at: Rank) -> None:
-    """Collectives that find no room, or that are no sums, stay and are counted."""
+    """Collectives without room, and reductions that are no sums, fall back and are counted."""
     ficco.counters(reset=True)
-    with hooks(limit=4096) as (gathers, sums, before):
+    with hooks(limit=4096) as (gathers, sums, fallback):
         first = gathered(at, gathers, 0, 512 // at.world, torch.float32)
         gathered(at, gathers, 1, 4096, torch.float32)
-        assert before.calls == 1
+        assert fallback.calls == 1
         del first
         gathered(at, gathers, 2, 100 // at.world, torch.float32)
-        assert before.calls == 1
+        assert fallback.calls == 1
         out = torch.empty(4, device=at.device)
         sums(out, torch.ones(4 * at.world, device=at.device), dist.group.WORLD, dist.ReduceOp.MAX)
         whole = torch.empty(4, dtype=torch.int64, device=at.device)
         sums(whole, whole.repeat(at.world), dist.group.WORLD, dist.ReduceOp.SUM)
-        assert before.calls == 3
-    counts = {name: one for (_, name), one in ficco.counters().items()}
+        assert fallback.calls == 3
+    counts = {name: count for (_, name), count in ficco.counters().items()}
     assert counts["all-gather"].left == 1 and counts["reduce-scatter"].left == 2
     assert counts[GATHER].calls == 2 and SUM not in counts
 
@@ -305,7 +302,7 @@ def test_hooks_on_the_double_of_hip(body: Callable[[Rank], None]) -> None:
 
 
 def _on_threads(at: Rank, body: Callable[[Rank], None]) -> None:
-    """On the double of a GPU whose kernels are there."""
+    """Run ``body`` on the double of a GPU that has ficco's kernels."""
     thread_driver.serve()
     with ficco.options(engine="threads", on_timeout="raise", timeout_s=20):
         body(at)
@@ -322,7 +319,7 @@ def test_hooks_where_the_kernel_adds_up(body: Callable[[Rank], None]) -> None:
 
 
 class Block(nn.Module):
-    """Two layers of sizes that no number of ranks divides, and a bias."""
+    """Two layers of sizes that the number of ranks does not divide, and a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,37 +343,37 @@ class Model(nn.Module):
 
 
 def sharded(at: Rank, mode: str) -> Model:
-    """A model under FSDP2 as a mode wants it."""
+    """Return a model under FSDP2, with the options of a mode."""
     model = Model().to(at.device)
-    how: dict[str, Any] = {"mesh": init_device_mesh(at.device.type, (at.world,))}
+    options: dict[str, Any] = {"mesh": init_device_mesh(at.device.type, (at.world,))}
     if mode == "mixed":
         types = torch.bfloat16, torch.float32
-        how["mp_policy"] = MixedPrecisionPolicy(param_dtype=types[0], reduce_dtype=types[1])
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=types[0], reduce_dtype=types[1])
     if mode == "kept":
-        how["reshard_after_forward"] = False
+        options["reshard_after_forward"] = False
     if mode == "to two ranks":
-        how["reshard_after_forward"] = 2
+        options["reshard_after_forward"] = 2
     if mode == "replicated":
         names = ("replicate", "shard")
-        how["mesh"] = init_device_mesh(at.device.type, (2, at.world // 2), mesh_dim_names=names)
+        options["mesh"] = init_device_mesh(at.device.type, (2, at.world // 2), mesh_dim_names=names)
     for block in model.blocks:
         if mode == "compiled":
             block.compile(backend="eager")
-        fully_shard(block, **how)
-    fully_shard(model, **how)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     blocks: list[Any] = list(model.blocks)
     if mode == "prefetched":
-        for one, two, three in zip(blocks, blocks[1:], blocks[2:], strict=False):
-            one.set_modules_to_forward_prefetch([two, three])
-            three.set_modules_to_backward_prefetch([two, one])
+        for first, second, third in zip(blocks, blocks[1:], blocks[2:], strict=False):
+            first.set_modules_to_forward_prefetch([second, third])
+            third.set_modules_to_backward_prefetch([second, first])
     if mode == "summed":
-        for one in (model, *blocks):
-            one.set_force_sum_reduction_for_comms(True)
+        for module in (model, *blocks):
+            module.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def trained(at: Rank, model: Any, mode: str, step: int) -> list[torch.Tensor]:
-    """Loss, gradients and weights of a step that begins with weights of its own."""
+    """Set the weights of a step, run it, and return its loss, gradients and weights."""
     with torch.no_grad():
         for index, weight in enumerate(model.parameters()):
             local = weight.to_local()
@@ -416,7 +413,7 @@ WIDE = MODES[-2:]
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks()
 def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
-    """Three models in one process: PyTorch's collectives, and two that copy engines serve."""
+    """Three models in one process: one with PyTorch's collectives, two with ficco's."""
     if mode in WIDE and at.world < 4:
         return
     ficco.counters(reset=True)
@@ -429,18 +426,18 @@ def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
         expected, *others = (trained(at, model, mode, step) for model in models)
         for other in others:
             assert len(expected) == len(other)
-            for one, two in zip(expected, other, strict=True):
-                assert torch.equal(one, two), (mode, step)
+            for want, result in zip(expected, other, strict=True):
+                assert torch.equal(want, result), (mode, step)
     counts = ficco.counters()
-    assert not any(one.left for one in counts.values())
-    assert sum(one.calls for (_, name), one in counts.items() if name == GATHER) >= 2 * 6 * 5
+    assert not any(count.left for count in counts.values())
+    assert sum(count.calls for (_, name), count in counts.items() if name == GATHER) >= 2 * 6 * 5
     assert any(name == SUM for _, name in counts) == (mode != "gathers only")
-    for workspace in workspaces():  # a buffer for the model itself, and two for blocks
+    for workspace in workspaces():  # a buffer for the root, and two for blocks
         for cached in workspace.programs.values():
             gathers = cached.plan.problem.operator == GATHER
             (program,) = cached.programs.values()
             assert program.slot is workspace._slots[0][gathers], "no gather waits for a sum"
-        sizes = [one.memory.nbytes for one in fsdp._buffers[workspace]]
+        sizes = [buffer.memory.nbytes for buffer in fsdp._buffers[workspace]]
         assert len(sizes) <= (6 if mode in ("prefetched", "unsharded before") else 3)
         assert workspace.nbytes >= sum(sizes)
     ficco.close()
@@ -449,15 +446,15 @@ def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
 @HOOKS
 @on_ranks(2)
 def test_modules_of_one_group_are_one_row(at: Rank) -> None:
-    """Also a gather that is left counts once."""
+    """A gather that falls back counts once."""
     model = Model().to(at.device)
     fully_shard([*model.blocks])
     rows = fsdp.use(fully_shard(model), buffer_bytes=0)
     assert [row.module for row in rows] == ["", "blocks.0"]
-    assert sum(row.elements for row in rows) == sum(one.numel() for one in model.parameters())
+    assert sum(row.elements for row in rows) == sum(w.numel() for w in model.parameters())
     ficco.counters(reset=True)
     trained(at, model, "plain", 0)
-    (counts,) = (one for (_, name), one in ficco.counters().items() if name == "all-gather")
+    (counts,) = (count for (_, name), count in ficco.counters().items() if name == "all-gather")
     assert counts.left == 3, "the weights of the blocks are gathered twice"
     ficco.close()
 
@@ -495,23 +492,23 @@ def test_training_on_gpus(mode: str) -> None:
 @HOOKS
 @on_ranks(2)
 def test_checkpoints_are_untouched(at: Rank) -> None:
-    """Names, placements and values of a state dict, before and after steps; it loads elsewhere."""
+    """The state dict keeps its names, placements and values, and loads into another model."""
     models = [sharded(at, "plain") for _ in range(2)]
     fsdp.use(models[1])
     for step in range(2):
         for model in models:
             trained(at, model, "plain", step)
-    one, two = (model.state_dict() for model in models)
-    assert one.keys() == two.keys()
-    for name, weight in one.items():
-        assert weight.placements == two[name].placements
-        assert torch.equal(weight.to_local(), two[name].to_local())
-    models[0].load_state_dict(two)
+    expected, state = (model.state_dict() for model in models)
+    assert expected.keys() == state.keys()
+    for name, weight in expected.items():
+        assert weight.placements == state[name].placements
+        assert torch.equal(weight.to_local(), state[name].to_local())
+    models[0].load_state_dict(state)
     ficco.close()
 
 
 def _benched(at: Rank, folder: Path) -> Any:
-    """A short bench of all ways, and of one whose weights are others."""
+    """Run a short bench of all ways, and of one with wrong weights."""
 
     def spoil(model: Any) -> None:
         with torch.no_grad():
@@ -546,12 +543,12 @@ def test_the_bench_is_proven_and_timed(tmp_path: Path) -> None:
         assert why in by_way["note"][way]
 
 
-#: Methods of PyTorch for collectives in memory of NCCL's.
+#: Methods of FSDP2 for collectives in memory that NCCL allocates.
 METHODS = "set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"
 
 
 def _in_memory_of_nccl(at: Rank) -> list[Any]:
-    """The methods that the ways call, and the refusals of a backend, of a device and of PyTorch."""
+    """Return the calls of FSDP2's methods, and the errors of a backend, a device and PyTorch."""
     model, called, refused = stacks.stack(stacks.SHAPES["cpu"][0], at.device, 2), [], []
     ways, kind = (stacks.registered, stacks.symmetric), type(dist.group.WORLD._get_backend(of(at)))
 
@@ -609,11 +606,11 @@ def _with_a_casualty(at: Rank, victim: int, how: str, when: str) -> Any:
 )
 def test_a_lost_rank_is_named(victim: int, how: str, when: str) -> None:
     lost = {victim} if how == "stop" else ()
-    found = run(3, _with_a_casualty, victim, how, when, fresh=True, catch=True, lost=lost)
+    outcomes = run(3, _with_a_casualty, victim, how, when, fresh=True, catch=True, lost=lost)
     if how == "kill":
-        assert isinstance(found[victim], Died)
+        assert isinstance(outcomes[victim], Died)
     for rank in {0, 1, 2} - {victim}:
-        first, again = found[rank]
+        first, again = outcomes[rank]
         for facts in gave_up(first):
             assert facts["operator"] in (GATHER, SUM)
             assert facts["peer"] == victim and facts["ended"] == (how == "kill"), first.text
@@ -664,7 +661,7 @@ def _refused(at: Rank) -> list[Failure]:
     with mock.patch.object(FSDPModule, "set_custom_reduce_scatter", create=True):
         del FSDPModule.set_custom_reduce_scatter
         failures.append(caught(lambda: fsdp.use(model)))
-    trained(at, model, "plain", 1)  # the group has stayed usable
+    trained(at, model, "plain", 1)  # the group stays usable
     ficco.close()
     return failures
 

@@ -1,6 +1,6 @@
-"""Weights beside products of other groups: a mesh of 2 x 2 ranks whose rows multiply, and whose
-columns gather weights and sum gradients. Both are simulated in one timeline, and followed in all
-orders in which a program can enqueue them.
+"""FSDP2's weights and products on a mesh of 2 x 2 ranks: rows multiply, columns gather weights and
+sum gradients. Calls of both are simulated in one timeline, and checked for deadlocks in many orders
+of enqueueing.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def weights(operator: str = GATHER, count: int = SLICE, piece: int = fsdp.PIECE_
 
 
 def steps_of(kind: Kind, rank: int, number: int, first: int) -> list[Step]:
-    """The steps of call ``number`` on a rank of the mesh, numbered from ``first``. Their lanes are
-    those of their workspace, their words those of this call."""
-    (group,) = (one for one in kind.groups if rank in one)
+    """Return the steps of call ``number`` on a rank of the mesh, numbered from ``first``, with the
+    lanes of the workspace and the signal words of the call."""
+    (group,) = (group for group in kind.groups if rank in group)
 
     def moved(region: Region) -> Region:
         return region._replace(buffer=f"{kind.workspace} {region.buffer}", rank=group[region.rank])
 
-    def signals(those: Sequence[Signal]) -> tuple[Signal, ...]:
+    def signals(items: Sequence[Signal]) -> tuple[Signal, ...]:
         return tuple(
-            Signal(one.kind, group[one.poster], group[one.waiter], 0, number * 1000 + one.word)
-            for one in those
+            Signal(s.kind, group[s.poster], group[s.waiter], 0, number * 1000 + s.word)
+            for s in items
         )
 
     steps = []
@@ -72,9 +72,7 @@ def steps_of(kind: Kind, rank: int, number: int, first: int) -> list[Step]:
         if isinstance(work, Transfer):
             work = work._replace(src=moved(work.src), dst=moved(work.dst))
         elif isinstance(work, Products):
-            each = [
-                one._replace(a=moved(one.a), b=moved(one.b), out=moved(one.out)) for one in work[0]
-            ]
+            each = [p._replace(a=moved(p.a), b=moved(p.b), out=moved(p.out)) for p in work[0]]
             work = Products(tuple(each))
         elif isinstance(work, Reduction):
             work = Reduction(tuple(map(moved, work.parts)), work.terms, moved(work.out))
@@ -82,7 +80,7 @@ def steps_of(kind: Kind, rank: int, number: int, first: int) -> list[Step]:
         if kind.workspace == "weights":  # FSDP's stream, and streams of another engine
             lane = {"compute0": "reduce8", "sync": "reduce9"}.get(lane) or f"copy1{lane[4:]}"
         uses = map(signals, (step.waits, step.posts, step.clears))
-        after = tuple(first + one for one in step.after)
+        after = tuple(first + index for index in step.after)
         steps.append(Step(work, lane, f"{kind.workspace} {step.label}", *uses, after))
     return steps
 
@@ -91,8 +89,8 @@ def steps_of(kind: Kind, rank: int, number: int, first: int) -> list[Step]:
 
 
 class Times(NamedTuple):
-    """Seconds: when the last step of a workspace ends, the longest that one of its copies takes,
-    and the longest that one waits after the copy before on its lane."""
+    """Seconds: the end of a workspace's last step, its longest copy, and the longest gap before a
+    copy of a lane."""
 
     end: float = 0.0
     copy: float = 0.0
@@ -100,11 +98,11 @@ class Times(NamedTuple):
 
 
 def timeline(machine: Machine, *kinds: Kind) -> dict[str, Times]:
-    """The times of calls that all ranks of the mesh enqueue together, by workspace."""
+    """Return the times of calls that all ranks of the mesh enqueue together, by workspace."""
     buffers = tuple(
-        one._replace(name=f"{kind.workspace} {one.name}", shapes=one.shapes * 2)
+        buffer._replace(name=f"{kind.workspace} {buffer.name}", shapes=buffer.shapes * 2)
         for kind in kinds
-        for one in kind.plans[0].buffers
+        for buffer in kind.plans[0].buffers
     )
     problem, mesh = Asked(kinds[-1].plans[0].problem.specification, 4), list[Plan]()
     for rank in MESH:
@@ -127,8 +125,8 @@ def timeline(machine: Machine, *kinds: Kind) -> dict[str, Times]:
 
 @pytest.mark.parametrize("operator", [GATHER, SUM])
 def test_a_copy_waits_for_one_piece_of_weights(operator: str) -> None:
-    """On one copy engine a copy of a product waits for a piece. On the three engines that were
-    measured it waits for nothing, but shares the link."""
+    """With one copy engine, a copy of a product waits for a piece of weights. With three engines,
+    as on the measured machine, it does not wait but shares the link."""
     assert MACHINE is not None and MACHINE.copies is not None and MACHINE.topology is not None
     one_engine = replace(MACHINE, copies=replace(MACHINE.copies, engines=1))
     for machine in (one_engine, MACHINE):
@@ -156,25 +154,25 @@ KINDS = {
     "product": products,
     "scatter": lambda: products("matmul_reduce_scatter"),
 }
-#: Slots of a workspace, which products take by turns. Gathers have one of them, and sums the other.
+#: Slots of a workspace. Products alternate between them; gathers have one, sums the other.
 SLOTS = 2
 
 
 def stuck(
     programs: Sequence[Sequence[tuple[str, int]]], reads_weights: bool = False
 ) -> tuple[bool, bool]:
-    """Whether the ranks of the mesh, each with its order of calls, get stuck: if each device is one
-    queue, and if each lane is a queue. A call is a kind, and its number in its workspace. If it
-    ``reads_weights``, a product waits for the gather before it, and a gather for the products
-    before it, whose weights it replaces."""
+    """Return whether the programs of the ranks deadlock: with one queue for each device, and with
+    one for each lane. A program lists calls: a kind and a number in its workspace. With
+    ``reads_weights`` a product waits for the previous gather, and a gather for the previous
+    products, whose weights it overwrites."""
     steps, queue, lane_of = list[Step](), list[int](), list[int]()
     lanes: dict[tuple[int, str], int] = {}
     after = list[tuple[int, int]]()
     posted, waited = dict[tuple[object, ...], int](), list[tuple[tuple[object, ...], int]]()
     for rank, program in enumerate(programs):
         before = dict.fromkeys(("tensor", "weights"), -1)
-        turns = dict[object, int]()  # calls on each slot
-        ends = dict[object, int]()  # the last step of the latest one
+        turns = dict[object, int]()  # index of the latest call of each slot
+        ends = dict[object, int]()  # its last step
         for name, number in program:
             kind, first = KINDS[name](), len(steps)
             weighs = kind.workspace == "weights"
@@ -185,19 +183,17 @@ def stuck(
                 steps.append(step)
                 queue.append(rank)
                 lane_of.append(lanes.setdefault((rank, step.lane), len(lanes)))
-                after += [(one, index) for one in step.after]
-                for one in step.posts:  # a released slot is for the next call on that slot
-                    later = turn + (one.kind == "released")
-                    posted[slot, later, one.poster, one.waiter, one.word] = index
-                waited += [
-                    ((slot, turn, one.poster, one.waiter, one.word), index) for one in step.waits
-                ]
+                after += [(earlier, index) for earlier in step.after]
+                for s in step.posts:  # "released" is for the next call on the slot
+                    later = turn + (s.kind == "released")
+                    posted[slot, later, s.poster, s.waiter, s.word] = index
+                waited += [((slot, turn, s.poster, s.waiter, s.word), index) for s in step.waits]
                 after += [(end, index) for end in (ends.get(slot, -1),) if end >= 0]
                 if reads_weights and other >= 0:
                     after.append((other, index))
             before[kind.workspace] = ends[slot] = len(steps) - 1
     for word, index in waited:
-        if word in posted:  # otherwise the slot was never used before
+        if word in posted:  # otherwise this is the first call on the slot
             after.append((posted[word], index))
     source, target = (np.array(column, np.int64) for column in zip(*after, strict=True))
     order = Order(np.array(queue), np.array(lane_of), source, target)
@@ -205,15 +201,15 @@ def stuck(
 
 
 def programs(seed: int, alike: bool) -> list[list[tuple[str, int]]]:
-    """Orders of the same calls: one for all ranks, or one for each, which keeps the order of the
-    calls of each workspace."""
+    """Return random programs with the same calls: one order for all ranks if ``alike``, or one for
+    each rank. The calls of a workspace stay in order."""
     chance, calls = random.Random(seed), dict[str, list[tuple[str, int]]]()
     for names in (("gather", "sum"), ("product", "scatter")):
         chosen = [chance.choice(names) for _ in range(6)]
         calls[names[0]] = [(name, number) for number, name in enumerate(chosen)]
 
     def merged() -> list[tuple[str, int]]:
-        left, order = {name: list(those) for name, those in calls.items()}, list[tuple[str, int]]()
+        left, order = {name: list(items) for name, items in calls.items()}, list[tuple[str, int]]()
         while any(left.values()):
             order.append(left[chance.choice([name for name in left if left[name]])].pop(0))
         return order
@@ -222,14 +218,14 @@ def programs(seed: int, alike: bool) -> list[list[tuple[str, int]]]:
 
 
 def test_no_order_of_calls_deadlocks() -> None:
-    """In one order on all ranks, each device may even have a single queue for all lanes."""
+    """With one order on all ranks, a single queue for all lanes of a device is enough."""
     for seed in range(30):
         assert stuck(programs(seed, alike=True), reads_weights=True) == (False, False)
 
 
 def test_ranks_with_different_orders_need_lanes_of_their_own() -> None:
-    """Calls of two workspaces in different orders share no lane, so that none waits for another.
-    On a single queue they would; that is why a program enqueues in one order."""
-    found = [stuck(programs(seed, alike=False)) for seed in range(30)]
-    assert not any(by_lane for _, by_lane in found)
-    assert any(by_device for by_device, _ in found)
+    """Calls of two workspaces share no lane, so that their orders may differ between ranks. On a
+    single queue such orders deadlock, so a program enqueues in one order."""
+    results = [stuck(programs(seed, alike=False)) for seed in range(30)]
+    assert not any(by_lane for _, by_lane in results)
+    assert any(by_device for by_device, _ in results)

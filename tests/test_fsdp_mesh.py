@@ -1,9 +1,9 @@
 """FSDP2 on meshes of 2 x 2 ranks: shards with replicas, and shards with tensor parallelism. Ranks
-are late by chance, or one of them is killed.
+sleep at random, or one of them is killed.
 
 Models and whole numbers are those of ``test_fsdp.py``. The tests marked ``multigpu`` also run on
 two GPUs, which four ranks share: ``FICCO_TESTS_RANKS_PER_GPU=2``. Their models are compared with
-those of the same ranks on CPUs, since gloo, their library, has few collectives on GPUs.
+models on CPUs, since gloo has few collectives on GPUs.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ from ficco.runtime.workspace import workspaces
 
 #: Names of the dimensions of the mesh. Ranks 0 and 1, and ranks 2 and 3, differ in the second one.
 MESHES = {"replicas": ("replicate", "shard"), "tensors": ("shard", "tensor")}
-#: Share of the moments at which a rank or a stream sleeps, and the longest sleep: in seconds, and
-#: in cycles of a GPU's clock, about as long.
+#: Probability that a rank or a stream sleeps, and the longest sleep, in seconds and in cycles of a
+#: GPU's clock.
 SHARE, LATE_S, CYCLES = 0.3, 0.003, 5_000_000
 #: Steps with sleeps.
 STEPS = 6
-#: Seconds after which calls give up on a peer.
+#: Timeout of calls in seconds.
 PATIENCE_S = 5.0
 #: On CPUs, on the double of HIP and on GPUs.
 DEVICES = ["cpu", pytest.param("hip", marks=SLOW), pytest.param("cuda", marks=pytest.mark.multigpu)]
 
 
 def meshed(at: Rank, kind: str) -> Model:
-    """A model on the mesh. The factor of a mean is FSDP's own, since gloo on GPUs has sums only."""
+    """Return a model on the mesh. FSDP2 scales the sums, since gloo has no means on GPUs."""
     mesh = init_device_mesh(at.device.type, (2, 2), mesh_dim_names=MESHES[kind])
-    model, how = Model().to(at.device), {"mesh": mesh if kind == "replicas" else mesh["shard"]}
+    model, options = Model().to(at.device), {"mesh": mesh if kind == "replicas" else mesh["shard"]}
     for block in model.blocks:
         if kind == "tensors":
             tensor = mesh["tensor"].get_group()
             block.register_forward_hook(partial(multiplied, tensor, at.rank))
-        fully_shard(block, **how)
-    served: Any = fully_shard(model, **how)
-    for one in (served, *model.blocks):
-        one.set_force_sum_reduction_for_comms(True)
+        fully_shard(block, **options)
+    served: Any = fully_shard(model, **options)
+    for module in (served, *model.blocks):
+        module.set_force_sum_reduction_for_comms(True)
     return model
 
 
 def late(at: Rank, chance: random.Random, *_: Any) -> None:
-    """Sleep by chance: this rank, and on GPUs its streams."""
+    """Make this rank sleep at random and, on GPUs, its streams."""
     if chance.random() < SHARE:
         time.sleep(chance.random() * LATE_S)
     if at.device.type == "cuda":
-        engines = [one.engine for one in workspaces() if isinstance(one.engine, GpuEngine)]
-        streams = [one.torch for engine in engines for one in engine._streams[False].values()]
+        engines = [w.engine for w in workspaces() if isinstance(w.engine, GpuEngine)]
+        streams = [s.torch for engine in engines for s in engine._streams[False].values()]
         for stream in (torch.cuda.current_stream(), *streams):
             if chance.random() < SHARE:
                 with torch.cuda.stream(stream):
@@ -74,7 +74,7 @@ def late(at: Rank, chance: random.Random, *_: Any) -> None:
 
 
 def jittered(at: Rank, kind: str, steps: int) -> int:
-    """Steps that are those of a model on CPUs without ficco's gathers and sums; their number."""
+    """Compare steps with a CPU model that uses PyTorch's collectives. Return how many there are."""
     on_cpu = replace(at, device=torch.device("cpu"))
     reference, model = meshed(on_cpu, kind), meshed(at, kind)
     assert not any(row.left for row in fsdp.use(model))
@@ -86,11 +86,11 @@ def jittered(at: Rank, kind: str, steps: int) -> int:
     for step in range(steps):
         expected = trained(on_cpu, reference, "plain", step)
         with nullcontext() if on_gpu else disturb(jitter):
-            found = trained(at, model, "plain", step)
-        for one, two in zip(expected, found, strict=True):
-            assert torch.equal(one, two.cpu()), (kind, step)
-    calls = {name: one.calls for (_, name), one in ficco.counters(reset=True).items()}
-    # The weights of the model itself are gathered once a step.
+            results = trained(at, model, "plain", step)
+        for want, result in zip(expected, results, strict=True):
+            assert torch.equal(want, result.cpu()), (kind, step)
+    calls = {name: count.calls for (_, name), count in ficco.counters(reset=True).items()}
+    # The weights of the root are gathered once a step, those of the blocks twice.
     assert (calls[GATHER], calls[SUM]) == (9 * steps, 5 * steps)
     ficco.close()
     return steps
@@ -101,10 +101,10 @@ def jittered(at: Rank, kind: str, steps: int) -> int:
 @pytest.mark.parametrize("kind", MESHES)
 def test_jittered_meshes(kind: str, device: str) -> None:
     if device == "hip":
-        found = hip_ranks.run(4, jittered, kind, STEPS, settings={"JITTER_US": 100})
+        counts = hip_ranks.run(4, jittered, kind, STEPS, settings={"JITTER_US": 100})
     else:
-        found = run(4, jittered, kind, STEPS, device=device, backend="gloo")
-    assert found == [STEPS] * 4
+        counts = run(4, jittered, kind, STEPS, device=device, backend="gloo")
+    assert counts == [STEPS] * 4
 
 
 def _killed(*_: Any) -> None:
@@ -112,7 +112,7 @@ def _killed(*_: Any) -> None:
 
 
 def with_a_casualty(at: Rank, kind: str, victim: int, when: str) -> Any:
-    """What a rank gets from a step in which a rank is killed, and from the next forward."""
+    """Return a rank's outcomes of the step in which a rank is killed, and of the next forward."""
     with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
         model = meshed(at, kind)
         fsdp.use(model)
@@ -140,22 +140,22 @@ PRODUCTS = ("all_gather_matmul", "matmul_reduce_scatter")
     [("tensors", 3, "forward"), ("tensors", 0, "backward"), ("replicas", 3, "backward")],
 )
 def test_a_killed_rank_of_a_mesh(kind: str, victim: int, when: str, device: str) -> None:
-    """Ranks that share a group of ficco's with it name it. The rank that does not gives up on one
-    of them; on GPUs their enqueued calls still run. Replicas share groups of PyTorch's with it, and
-    wait there."""
-    neighbours = {victim ^ 1: victim % 2}  # with the number of the victim in their group
+    """Ranks that share a group of ficco with the killed rank name it. The other rank gives up on
+    one of those ranks; on GPUs its enqueued calls may still run. Replicas wait in the groups of
+    PyTorch that they share with the killed rank."""
+    neighbours = {victim ^ 1: victim % 2}  # rank: the victim's rank in their group
     lost = {victim ^ 2, victim ^ 3}
     if kind == "tensors":
         neighbours, lost = {**neighbours, victim ^ 2: victim // 2}, set()
-    how: dict[str, Any] = {"fresh": True, "catch": True, "lost": lost, "device": device}
-    found = run(4, with_a_casualty, kind, victim, when, backend="gloo", **how)
-    assert isinstance(found[victim], Died) and found[victim].exitcode == -signal.SIGKILL
+    options: dict[str, Any] = {"fresh": True, "catch": True, "lost": lost, "device": device}
+    outcomes = run(4, with_a_casualty, kind, victim, when, backend="gloo", **options)
+    assert isinstance(outcomes[victim], Died) and outcomes[victim].exitcode == -signal.SIGKILL
     for rank, place in neighbours.items():
-        first, again = found[rank]
+        first, again = outcomes[rank]
         for facts in gave_up(first):
             assert facts["operator"] in (GATHER, SUM, *PRODUCTS), first.text
             assert facts["peer"] == place and facts["ended"], first.text
         assert isinstance(again, Failure), again
     for rank in {0, 1, 2, 3} - {victim, *neighbours, *lost}:
-        for outcome in found[rank] if device == "cpu" else ():
+        for outcome in outcomes[rank] if device == "cpu" else ():
             gave_up(outcome)

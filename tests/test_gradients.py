@@ -1,7 +1,7 @@
-"""Gradients of the operators: those of the sum over all ranks of <y_r, g_r>. The contract compares
-them for all schedules; here is what autograd asks for beside that.
+"""Gradients of the operators: the gradients of the sum over all ranks of <y_r, g_r>. The contract
+compares them for all schedules. These tests cover autograd: layouts, options, errors, autocast.
 
-``test_gradients_gpu.py`` runs the tests that ask for ``device`` on GPUs.
+``test_gradients_gpu.py`` runs some of these tests on GPUs.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def uneven(operator: str, world: int) -> Any:
 
 
 @dataclass
-class Made:
-    """Operands, gradients of results and what they give, of all ranks, in float64."""
+class Sample:
+    """Operands, results, and gradients of results and operands, of all ranks, in float64."""
 
     a: list[torch.Tensor]
     b: list[torch.Tensor]
@@ -97,19 +97,19 @@ class Made:
     grad_b: list[torch.Tensor]
 
 
-def make(case: Case, world: int, iteration: int = 0) -> Made:
+def make(case: Case, world: int, iteration: int = 0) -> Sample:
     subject = SUBJECTS[case.operator]
-    every, results, grads = reference(subject, case.of_subject, world, iteration)
-    a, b = zip(*every, strict=True)
-    plain = [[one.detach() for one in some] for some in (a, b)]
-    first = [[one[0] for one in some] for some in (grads, results)]
-    return Made(*plain, *first, [one.grad for one in a], [one.grad for one in b])
+    leaves, results, grads = reference(subject, case.of_subject, world, iteration)
+    a, b = zip(*leaves, strict=True)
+    plain = [[x.detach() for x in operand] for operand in (a, b)]
+    first = [[x[0] for x in tensors] for tensors in (grads, results)]
+    return Sample(*plain, *first, [x.grad for x in a], [x.grad for x in b])
 
 
-def operands(case: Case, made: Made, at: Rank, rank: int | None = None) -> tuple[Any, Any]:
+def operands(case: Case, sample: Sample, at: Rank, rank: int | None = None) -> tuple[Any, Any]:
     rank = at.rank if rank is None else rank
     kind = getattr(torch, case.dtype)
-    a, b = (some[rank].to(at.device, kind, copy=True) for some in (made.a, made.b))
+    a, b = (x[rank].to(at.device, kind, copy=True) for x in (sample.a, sample.b))
     if case.leading and len(a) % 2 == 0:
         a = a.view(2, len(a) // 2, case.k)
     return a.requires_grad_("a" in case.needs), b.requires_grad_("b" in case.needs)
@@ -122,57 +122,57 @@ def product(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> 
 def exact(at: Rank, case: Case, iteration: int = 0, group: Any = None) -> None:
     members = group.get_group() if isinstance(group, DeviceMesh) else group
     rank, world = dist.get_rank(members), dist.get_world_size(members)
-    made = make(case, world, iteration)
-    a, b = operands(case, made, at, rank)
+    sample = make(case, world, iteration)
+    a, b = operands(case, sample, at, rank)
     y = product(case, a, b, group)
     about = f"rank {rank}, {case}"
-    same(y, made.y[rank], f"{about}: the product")
-    y.backward(made.g[rank].to(y))
-    same(a.grad, made.grad_a[rank], f"{about}: the gradient of a")
-    same(b.grad, made.grad_b[rank], f"{about}: the gradient of b")
+    same(y, sample.y[rank], f"{about}: the product")
+    y.backward(sample.g[rank].to(y))
+    same(a.grad, sample.grad_a[rank], f"{about}: the gradient of a")
+    same(b.grad, sample.grad_b[rank], f"{about}: the gradient of b")
 
 
-def same(found: torch.Tensor | None, want: torch.Tensor, about: str) -> None:
-    assert found is not None, f"{about} is missing"
-    assert found.shape == want.shape, f"{about}: shape {found.shape}, wanted {want.shape}"
-    want = want.detach().to(found.device)
+def same(result: torch.Tensor | None, want: torch.Tensor, about: str) -> None:
+    assert result is not None, f"{about} is missing"
+    assert result.shape == want.shape, f"{about}: shape {result.shape}, wanted {want.shape}"
+    want = want.detach().to(result.device)
     assert want.numel() == 0 or want.abs().max() <= 256, f"{about}: not exact in bfloat16"
-    wrong = (found.detach().double() != want).nonzero()
+    wrong = (result.detach().double() != want).nonzero()
     assert not len(wrong), f"{about}: {len(wrong)} of {want.numel()} wrong, first {wrong[0]}"
 
 
 def of_each(check: Callable[..., None]) -> Callable[[Rank], None]:
-    """A check of every operator."""
+    """Run a check for every operator."""
 
     @wraps(check)
-    def every(at: Rank) -> None:
+    def check_each(at: Rank) -> None:
         for operator in OPERATORS:
             case = case_of(operator, at.world, 4, 6, 8)
             check(at, case, make(case, at.world))
 
-    del every.__wrapped__  # type: ignore[attr-defined]
-    return every
+    del check_each.__wrapped__  # type: ignore[attr-defined]
+    return check_each
 
 
 @on_ranks(3)
 @of_each
-def test_gradients_of_random_data(at: Rank, case: Case, made: Made) -> None:
-    """Errors of gradients on random data are at most what rounding allows: that of sums of float32
-    products, and of a narrow dtype one rounding of a partial sum for each rank."""
+def test_gradients_of_random_data(at: Rank, case: Case, sample: Sample) -> None:
+    """Errors of gradients are at most those of rounding: float32 sums of products and, in a narrow
+    dtype, one rounding of a partial sum for each rank."""
     subject, rng = SUBJECTS[case.operator], torch.Generator().manual_seed(3)
     kind = (torch.bfloat16, torch.float32)[OPERATORS.index(case.operator) % 2]
-    every = [
-        [torch.randn(x.shape, generator=rng).to(kind).double() for x in some]
-        for some in (made.a, made.b, made.g)
+    data = [
+        [torch.randn(x.shape, generator=rng).to(kind).double() for x in tensors]
+        for tensors in (sample.a, sample.b, sample.g)
     ]
 
     def grads(sign: Any) -> tuple[Any, Any]:
-        a, b, g = ([sign(x).requires_grad_() for x in some] for some in every)
+        a, b, g = ([sign(x).requires_grad_() for x in tensors] for tensors in data)
         y = subject.together(case.of_subject, list(zip(a, b, strict=True)), 0)
-        sum((one * each).sum() for (one,), each in zip(y, g, strict=True)).backward()
+        sum((result * grad).sum() for (result,), grad in zip(y, g, strict=True)).backward()
         return a[at.rank].grad, b[at.rank].grad
 
-    a, b, g = (some[at.rank].to(at.device, kind) for some in every)
+    a, b, g = (tensors[at.rank].to(at.device, kind) for tensors in data)
     product(case, a.requires_grad_(), b.requires_grad_()).backward(g)
     unit = 2.0**-24 * 200  # fewer than 200 terms
     narrow = torch.finfo(kind).eps if kind.itemsize < 4 else 0.0
@@ -181,12 +181,12 @@ def test_gradients_of_random_data(at: Rank, case: Case, made: Made) -> None:
         assert (error <= (unit + narrow) * size).all(), (case, kind)
 
 
-# What is called, and what is kept.
+# Calls of a backward, and tensors saved for it.
 
 
 @contextmanager
 def noted(into: list[Any], module: Any = gradients) -> Iterator[None]:
-    """Note the calls that backwards make, or another module: operator, columns of b, options."""
+    """Append the calls of backwards, or of ``module``: operator, product or gather, options."""
     real = module.run
 
     def spy(operator: str, a: Any, b: Any, *rest: Any, **more: Any) -> Any:
@@ -197,7 +197,7 @@ def noted(into: list[Any], module: Any = gradients) -> Iterator[None]:
         yield
 
 
-#: What a backward calls for the gradient of a, of b, and of both: the duals, and A gathered again.
+#: Calls of a backward for the gradient of a, of b and of both: the duals, and a gather of A.
 CALLS = {
     AG: {"a": [RS], "b": [AGT], "ab": [f"gather by {AG}", RS]},
     A2A: {"a": [MA2A], "b": [A2AT], "ab": [f"gather by {A2A}", MA2A]},
@@ -218,16 +218,16 @@ def test_only_what_is_needed_is_called(at: Rank) -> None:
         seen: list[Any] = []
         with noted(seen):
             y.sum().backward()
-        calls = [name if how == "product" else f"gather by {name}" for name, how, _ in seen]
-        if saves and operator in GATHERING:  # nothing but what the gradient of a needs
-            want = [one for one in want if one in (RS, MA2A)]
+        calls = [name if kind == "product" else f"gather by {name}" for name, kind, _ in seen]
+        if saves and operator in GATHERING:  # only the call for the gradient of a
+            want = [name for name in want if name in (RS, MA2A)]
         assert calls == want, (operator, needs, saves)
 
 
 @on_ranks(3)
 def test_equal_gradients_need_no_peer(at: Rank) -> None:
-    """As in Megatron-LM: ranks that do the same with the result. The sum over the ranks counts what
-    all of them do W times; here it counts once."""
+    """All ranks compute the same from the result, as in Megatron-LM. The sum over the ranks counts
+    their common gradient W times; with "equal" it counts once."""
     case = case_of(AR, at.world, 4, 6, 8)
     a, b = operands(case, make(case, at.world), at)
     with ficco.options(all_reduce_gradients="equal"):
@@ -243,31 +243,31 @@ def test_equal_gradients_need_no_peer(at: Rank) -> None:
 
 @on_ranks(3)
 def test_only_what_is_needed_is_kept(at: Rank) -> None:
-    """From forward to backward, beside the weight, which is there anyway: m k elements if what was
-    gathered is kept, m k / W if it is gathered again, and nothing for a weight that needs no
-    gradient. Layers whose weights are frozen keep these alone."""
-    kept: list[torch.Tensor] = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    """Elements saved for the backward, without the weight: m k if the gathered A is saved, m k / W
+    if it is gathered again, and none if the weight needs no gradient. Layers with frozen weights
+    save only the weights."""
+    saved: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     kinds = itertools.product(GATHERING, (("ab", False), ("ab", True), ("a", True)))
     for operator, (needs, saves) in kinds:
         case = case_of(operator, at.world, 8, 16, 8, needs=needs)
         a, b = operands(case, make(case, at.world), at)
-        kept.clear()
+        saved.clear()
         with hooks, ficco.options(save_gathered=saves):
             product(case, a, b).sum().backward()
-        storages = (tensor.untyped_storage() for tensor in kept)
-        nbytes = {one.data_ptr(): one.nbytes() for one in storages}
-        nbytes.pop(b.untyped_storage().data_ptr(), None)
-        times = at.world if saves and operator == AG else 1
-        assert sum(nbytes.values()) == (a.nbytes * times if needs == "ab" else 0), (operator, saves)
-    kept.clear()
+        storages = (tensor.untyped_storage() for tensor in saved)
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        sizes.pop(b.untyped_storage().data_ptr(), None)
+        copies = at.world if saves and operator == AG else 1
+        assert sum(sizes.values()) == (a.nbytes * copies if needs == "ab" else 0), (operator, saves)
+    saved.clear()
     x, weights = torch.ones(4, 8, requires_grad=True), [torch.ones(6, 8), torch.ones(2, 8)]
     for saves in (False, True):
         with hooks, ficco.options(save_gathered=saves):
             functional.gathered_linears(x, weights, [None] * 2)[0].sum().backward()
             functional.reduced_linear(x, weights[0]).sum().backward()
             functional.copied_linear(x, weights[0]).sum().backward()
-    assert kept and all(len(tensor) in (6, 2) for tensor in kept)
+    assert saved and all(len(tensor) in (6, 2) for tensor in saved)
 
 
 @pytest.mark.parametrize("save", [False, True])
@@ -283,55 +283,55 @@ def test_gradient_through_the_gathered_a(at: Rank, save: bool) -> None:
     assert b.grad is None or not b.grad.any()
 
 
-# How gradients come in, and how they lie.
+# Layouts of gradients.
 
 
 @on_ranks(2)
 @of_each
-def test_gradients_in_any_layout(at: Rank, case: Case, made: Made) -> None:
-    """One that repeats an element, a transposed one, and one with the negative bit."""
-    mine = made.g[at.rank].float()
-    negative = torch._neg_view(-mine)  # as (-1j * z).conj().imag and the like are
-    a, b = operands(case, made, at)
+def test_gradients_in_any_layout(at: Rank, case: Case, sample: Sample) -> None:
+    """An expanded gradient, a transposed one, and one with the negative bit."""
+    own = sample.g[at.rank].float()
+    negative = torch._neg_view(-own)  # as (-1j * z).conj().imag and the like are
+    a, b = operands(case, sample, at)
     y = product(case, a, b)
-    for g in (torch.ones(()).expand(mine.shape), mine.t().contiguous().t(), negative):
-        given = g.to(at.device), g.contiguous().to(at.device).resolve_neg()
-        pairs = (torch.autograd.grad(y, (a, b), one, retain_graph=True) for one in given)
+    for g in (torch.ones(()).expand(own.shape), own.t().contiguous().t(), negative):
+        forms = g.to(at.device), g.contiguous().to(at.device).resolve_neg()
+        pairs = (torch.autograd.grad(y, (a, b), grad, retain_graph=True) for grad in forms)
         assert all(map(torch.equal, *pairs)), (case, g.stride())
 
 
 @on_ranks(2)
 @of_each
-def test_gradients_of_views(at: Rank, case: Case, made: Made) -> None:
-    plain = [x.detach() for x in operands(case, made, at)]
+def test_gradients_of_views(at: Rank, case: Case, sample: Sample) -> None:
+    plain = [x.detach() for x in operands(case, sample, at)]
     wide = [x.new_full((2 * len(x), x.shape[1] + 5), 77) for x in plain]
     for views in (
-        [some[: len(x), 3 : 3 + x.shape[1]] for some, x in zip(wide, plain, strict=True)],
-        [some[::2, : x.shape[1]] for some, x in zip(wide, plain, strict=True)],
+        [w[: len(x), 3 : 3 + x.shape[1]] for w, x in zip(wide, plain, strict=True)],
+        [w[::2, : x.shape[1]] for w, x in zip(wide, plain, strict=True)],
         [x.t().contiguous().t() for x in plain],
         [torch._neg_view(x.clone()) for x in plain],
     ):
         a, b = (view.copy_(x).requires_grad_() for view, x in zip(views, plain, strict=True))
         y = product(case, a, b)
-        same(y, made.y[at.rank], "the product")
-        grad_a, grad_b = torch.autograd.grad(y, (a, b), made.g[at.rank].to(y))
-        same(grad_a, made.grad_a[at.rank], "a")
-        same(grad_b, made.grad_b[at.rank], "b")
-        (alone,) = torch.autograd.grad(product(case, a.detach(), b), b, made.g[at.rank].to(y))
-        same(alone, made.grad_b[at.rank], "b alone")
-        # That of a transposed weight lies as the weight, so that nothing copies it.
+        same(y, sample.y[at.rank], "the product")
+        grad_a, grad_b = torch.autograd.grad(y, (a, b), sample.g[at.rank].to(y))
+        same(grad_a, sample.grad_a[at.rank], "a")
+        same(grad_b, sample.grad_b[at.rank], "b")
+        (only,) = torch.autograd.grad(product(case, a.detach(), b), b, sample.g[at.rank].to(y))
+        same(only, sample.grad_b[at.rank], "b, the only gradient")
+        # The gradient of a transposed weight has the weight's strides, so that nothing copies it.
         by_columns = (1, len(b))
-        lies = by_columns if b.stride() == by_columns else (case.n, 1)
-        assert grad_b.stride() == alone.stride() == lies
+        strides = by_columns if b.stride() == by_columns else (case.n, 1)
+        assert grad_b.stride() == only.stride() == strides
 
 
-# Derivatives that are not served.
+# Derivatives that are refused.
 
 
 @on_ranks(2)
 def test_second_derivatives_are_refused(at: Rank) -> None:
-    """Also where they come from one operand alone: :func:`torch.autograd.grad` visits only what
-    leads to its inputs. First ones are right where second ones may be asked for."""
+    """Second derivatives by one operand or both raise: :func:`torch.autograd.grad` visits only the
+    paths to its inputs. First derivatives with ``create_graph=True`` are right."""
     cases = [case_of(operator, at.world, 4, 6, 8) for operator in OPERATORS]
     calls: list[Any] = [
         (partial(product, case), *operands(case, make(case, at.world), at)) for case in cases
@@ -356,16 +356,16 @@ def test_second_derivatives_are_refused(at: Rank) -> None:
                 (grad,) = torch.autograd.grad(loss, other, create_graph=True)
                 second = partial(torch.autograd.grad, (grad * leaf.sum()).sum(), leaf)
                 refused.append(caught(second))
-            # The gradient of the one operand that needs one depends on nothing that does.
+            # The gradient of the only operand that needs one depends on no such operand.
             y = call(a, b.detach()) if leaf is a else call(a.detach(), b)
             (grad,) = torch.autograd.grad(y.sum(), leaf, create_graph=True)
             assert not grad.requires_grad
-        assert all("second derivatives" in one.text for one in refused), refused
+        assert all("second derivatives" in failure.text for failure in refused), refused
 
 
 @on_ranks(2)
 def test_a_dual_call_that_raises(at: Rank) -> None:
-    """What is gathered beside the dual call is waited for, although that call raises."""
+    """The backward waits for the gathered A even if the dual call raises."""
     case = case_of(AG, at.world, 4, 6, 8)
     y = product(case, *operands(case, make(case, at.world), at))
     waits: list[Any] = []
@@ -386,9 +386,9 @@ def test_a_dual_call_that_raises(at: Rank) -> None:
 def test_a_changed_operand_is_refused(at: Rank) -> None:
     case = case_of(RS, at.world, 4, 6, 8)
     a, b = operands(case, make(case, at.world), at)
-    kept = a * 1
-    y = product(case, kept, b)
-    kept.zero_()
+    operand = a * 1
+    y = product(case, operand, b)
+    operand.zero_()
     assert "modified by an inplace operation" in caught(lambda: y.sum().backward()).text
 
 
@@ -397,31 +397,33 @@ def test_a_changed_operand_is_refused(at: Rank) -> None:
 
 @on_ranks(2)
 @of_each
-def test_options_of_the_forward_are_those_of_the_backward(at: Rank, case: Case, made: Made) -> None:
-    """Also in another thread."""
-    a, b = operands(case, made, at)
+def test_the_backward_takes_the_options_of_the_forward(
+    at: Rank, case: Case, sample: Sample
+) -> None:
+    """The backward may run in another thread."""
+    a, b = operands(case, sample, at)
     with ficco.options(timeout_s=31.5, replay=False) as inside:
         results = [product(case, a, b) for _ in range(2)]
     seen: list[Any] = []
 
     def back(y: torch.Tensor) -> None:
         with noted(seen), ficco.options(timeout_s=17.0):
-            y.backward(made.g[at.rank].to(y))
+            y.backward(sample.g[at.rank].to(y))
             assert current().timeout_s == 17.0
 
     back(results[0])
     with ThreadPoolExecutor(1) as pool:
         pool.submit(back, results[1]).result()
     assert len(seen) > 1 and all(options == inside for _, _, options in seen), seen
-    same(a.grad, 2 * made.grad_a[at.rank], "a")
+    same(a.grad, 2 * sample.grad_a[at.rank], "a")
 
 
 @on_ranks(2)
 @of_each
-def test_ranks_that_need_other_gradients_learn_it(at: Rank, case: Case, made: Made) -> None:
+def test_ranks_that_need_other_gradients_learn_it(at: Rank, case: Case, sample: Sample) -> None:
     for needs in [("ab", "b"), ("ab", "a"), ("b", "a"), ("ab", "")]:
         group = dist.new_group(list(range(at.world)))
-        a, b = operands(case.on(needs=needs[at.rank]), made, at)
+        a, b = operands(case.on(needs=needs[at.rank]), sample, at)
 
         def step(a: Any = a, b: Any = b, group: Any = group) -> None:
             with ficco.options(timeout_s=5):
@@ -439,12 +441,12 @@ def test_ranks_that_need_other_gradients_learn_it(at: Rank, case: Case, made: Ma
         dist.destroy_process_group(group)
 
 
-# Calls beside and inside others.
+# Calls during and inside other calls.
 
 
 @on_ranks(3)
 def test_operators_in_a_checkpointed_block(at: Rank) -> None:
-    """Forwards that run again inside a backward, between the calls of other backwards."""
+    """A checkpoint recomputes forwards inside a backward, between the calls of other backwards."""
     first = case_of("all_gather_matmul", at.world, 4, 6, 8)
     second = Case("matmul_reduce_scatter", first.rows, 8, 6)
     (a, b), (_, c) = (operands(case, make(case, at.world), at) for case in (first, second))
@@ -461,7 +463,7 @@ def test_operators_in_a_checkpointed_block(at: Rank) -> None:
 
 @on_ranks(2)
 @of_each
-def test_a_call_inside_a_backward(at: Rank, case: Case, made: Made) -> None:
+def test_a_call_inside_a_backward(at: Rank, case: Case, sample: Sample) -> None:
     index = OPERATORS.index(case.operator)
 
     @torch.enable_grad()
@@ -469,20 +471,19 @@ def test_a_call_inside_a_backward(at: Rank, case: Case, made: Made) -> None:
         for step in (0, 1, 3):
             exact(at, case_of(OPERATORS[(index + step) % len(OPERATORS)], at.world, 3, 5, 7), 5)
 
-    a, b = operands(case, made, at)
+    a, b = operands(case, sample, at)
     same_a = a.view_as(a)
     y = product(case, same_a, b)
     same_a.register_hook(hook)
     y.register_hook(hook)
-    y.backward(made.g[at.rank].to(y))
-    same(a.grad, made.grad_a[at.rank], "a")
-    same(b.grad, made.grad_b[at.rank], "b")
+    y.backward(sample.g[at.rank].to(y))
+    same(a.grad, sample.grad_a[at.rank], "a")
+    same(b.grad, sample.grad_b[at.rank], "b")
 
 
 @on_ranks(4)
 def test_tensor_parallel_inside_data_parallel(at: Rank) -> None:
-    """Tensor parallel inside data parallel: the ranks of a row share a layer, those of a column
-    have other data."""
+    """The ranks of a row of the mesh share a layer. The ranks of a column have different data."""
     mesh = init_device_mesh(at.device.type, (2, at.world // 2), mesh_dim_names=("dp", "tp"))
     tp = mesh["tp"]
     for operator in OPERATORS:
@@ -498,7 +499,7 @@ def test_tensor_parallel_inside_data_parallel(at: Rank) -> None:
 
 @on_ranks(2)
 def test_backwards_of_two_groups_at_once(at: Rank) -> None:
-    """One group for each thread: calls of a group keep their order, those of threads do not."""
+    """Each thread has a group: only calls of one group are ordered."""
     groups = [dist.new_group(list(range(at.world))) for _ in range(2)]
 
     def work(index: int) -> None:
@@ -516,20 +517,20 @@ def test_backwards_of_two_groups_at_once(at: Rank) -> None:
 
 @on_ranks(2)
 @of_each
-def test_gradients_under_autocast(at: Rank, case: Case, made: Made) -> None:
-    """Operands are cast as those of torch.mm are; gradients come back in the operands' dtypes."""
+def test_gradients_under_autocast(at: Rank, case: Case, sample: Sample) -> None:
+    """Operands are cast as by torch.mm; gradients have the operands' dtypes."""
     kind = at.device.type
     narrow = partial(torch.autocast, kind, dtype=torch.bfloat16)
     for dtype_b in (torch.float32, torch.bfloat16):
-        a, b = operands(case, made, at)
+        a, b = operands(case, sample, at)
         b = b.detach().to(dtype_b).requires_grad_()
         with narrow():
             y = product(case, a, b)
             assert y.dtype == torch.mm(b.t(), b).dtype == torch.bfloat16
-        y.backward(made.g[at.rank].to(y))
+        y.backward(sample.g[at.rank].to(y))
         assert a.grad.dtype == torch.float32 and b.grad.dtype == dtype_b
-        same(a.grad, made.grad_a[at.rank], "a")
-        same(b.grad, made.grad_b[at.rank], "b")
+        same(a.grad, sample.grad_a[at.rank], "a")
+        same(b.grad, sample.grad_b[at.rank], "b")
         with narrow(), torch.no_grad():
             assert product(case, a, b).dtype == torch.bfloat16
         with torch.autocast(kind, enabled=False), torch.no_grad():
@@ -538,21 +539,21 @@ def test_gradients_under_autocast(at: Rank, case: Case, made: Made) -> None:
     if kind == "cpu":
         wide = case.on(dtype="float64")
         with narrow():
-            assert product(wide, *operands(wide, made, at)).dtype == torch.float64
+            assert product(wide, *operands(wide, sample, at)).dtype == torch.float64
 
 
 @on_ranks(2)
 @of_each
-def test_backwards_inside_autocast(at: Rank, case: Case, made: Made) -> None:
-    """A backward inside a block of autocast, against PyTorch's advice, loses nothing."""
+def test_backwards_inside_autocast(at: Rank, case: Case, sample: Sample) -> None:
+    """A backward under autocast, which PyTorch advises against, loses no precision."""
     results = []
     for enabled in (False, True):
-        a, b = operands(case, made, at)
+        a, b = operands(case, sample, at)
         with torch.no_grad():
-            a *= 1 + 2.0**-20  # not a number of bfloat16
+            a *= 1 + 2.0**-20  # not representable in bfloat16
         y = product(case, a, b)
         with torch.autocast(at.device.type, dtype=torch.bfloat16, enabled=enabled):
-            y.backward(made.g[at.rank].to(y))
+            y.backward(sample.g[at.rank].to(y))
         results.append((a.grad, b.grad))
     for plain, inside in zip(*results, strict=True):
         assert torch.equal(plain, inside)

@@ -13,7 +13,7 @@ import ranks
 import test_faults
 from ranks import Rank
 from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
-    test_any_call_behind_any_other,
+    test_calls_in_any_order,
     test_subgroups,
     test_workspace_grows_and_is_reused,
 )

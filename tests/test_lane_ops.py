@@ -436,6 +436,28 @@ def logged_lanes(log: list[str], *events: str) -> Lanes:
     return Lanes(driver, "caller", {})
 
 
+def test_graphs_of_several_capturing_streams_share_no_lane() -> None:
+    """They may overlap, and products of one stream have one workspace of cuBLAS. Eager calls of all
+    streams share their lanes."""
+    numbers = iter(range(1, 9))
+    driver: Any = SimpleNamespace(event=lambda: None, aside=nullcontext, stream=lambda raw: raw)
+    driver.stream_for = lambda name: SimpleNamespace(handle=f"{name} {next(numbers)}")
+    engine: Any = SimpleNamespace(driver=driver, _lanes={}, _streams={0: {}})
+
+    def lane(stream: int, captured: bool) -> str:
+        driver.caller, call = lambda: stream, Call({})
+        program: Any = SimpleNamespace(slot=SimpleNamespace(captured=captured), state={"run": 1})
+        GpuEngine._enter(engine, program, call)
+        handle: str = call.state["compute1"]
+        return handle
+
+    cases = [(stream, captured) for captured in (False, True) for stream in (7, 8, 7)]
+    assert [lane(*case) for case in cases] == [
+        *["compute1 1"] * 3,
+        *("captured compute1 2", "captured compute1 3", "captured compute1 2"),
+    ]
+
+
 def test_the_order_of_streams() -> None:
     """A recording begins with its call, and the call ends with it. A lane keeps its parts until
     they are merged: what comes next on it may use their memory, also of another caller's stream."""

@@ -385,6 +385,12 @@ def _write(target: str) -> Callable[..., Any]:
     return fn
 
 
+def _sum_into_weight(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
+    """The first user of the gathered tensor writes to the right operand."""
+    torch.sum(a := gather(x, 0, g), 0, out=w[:, 0])
+    return a @ w
+
+
 def _written_operand(x: torch.Tensor, w: torch.Tensor, g: Any) -> Any:
     y = x @ w
     x.add_(1)
@@ -414,6 +420,7 @@ OF_MATRICES: dict[str, Callable[..., Any]] = {
     "may write to": _write("operand"),
     "may write to the result": _write("result"),
     "may write to the right operand": _write("weight"),
+    "sum_1 may write to the right operand": _sum_into_weight,
     "uneven blocks": lambda x, w, g: funcol.all_to_all_single(x, [4, 2], [2, 4], g) @ w,
     "uses what was exchanged, too": lambda x, w, g: ((a := exchange(x, g)) @ w, a * 2),
     "by max": lambda x, w, g: scatter(x @ w, 0, g, "max"),

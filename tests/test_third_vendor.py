@@ -23,7 +23,7 @@ from cases import all_exact, equal, exact, gathered_a, shard_of
 from ranks import Rank, leave, on_ranks
 from subjects import integers
 from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
-    test_any_call_behind_any_other,
+    test_calls_in_any_order,
     test_workspace_grows_and_is_reused,
 )
 from test_faults import MISMATCHES

@@ -254,6 +254,9 @@ def _refused(at: Rank) -> None:
         ("with one k, h and number of experts", layer(), *every[:3], down[:1], indices),
         ("required indices and weights [t, top_k] for 7 tokens", few, *every[:4], indices[:2]),
         ("capacity: required at least 1 row", layer(capacity=0), *every),
+        ("capacity: required at least 1 row", layer(capacity=0, on_overflow="again"), *every),
+        ("on_overflow: required one of", layer(capacity=3, on_overflow="agian"), *every),
+        ("indices: required whole numbers", layer(), *every[:4], indices.float()),
         ("split: required one of experts, columns", layer(split="rows"), *every),
     ):
         assert words in caught(partial(compiled(function, "eager"), *given)).text, words

@@ -113,8 +113,9 @@ class GpuEngine(WatchedEngine):
         self._signals = signals
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
         self._serial = 0
-        # By whether calls are captured: eager calls of other threads cannot use captured streams.
-        self._streams: dict[bool, dict[str, Stream]] = {False: {}, True: {}}
+        # By the capturing stream, 0 for eager calls. Graphs of several capturing streams may
+        # overlap, and cuBLAS has a workspace for each stream.
+        self._streams: dict[int, dict[str, Stream]] = {0: {}}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
         self._allocate: Allocate | None = None
         self.means = Mechanisms()
@@ -688,8 +689,8 @@ class GpuEngine(WatchedEngine):
         if lanes is None:
             with self.driver.aside():
                 caller = self.driver.stream(key[0])
-                streams, mode = self._streams[key[1]], "captured" * key[1]
-                lanes = self._lanes[key] = Lanes(self.driver, caller, streams, mode)
+                streams = self._streams.setdefault(key[0] * key[1], {})
+                lanes = self._lanes[key] = Lanes(self.driver, caller, streams, "captured" * key[1])
         call.state = lanes
         run = program.state.get("run") or self._run(program)
         return run, key[0]

@@ -234,6 +234,9 @@ class WatchedEngine(StreamEngine):
                 watch = Flights(driver.event)
             else:
                 watch = Watch(self.watched, self._free_watches)
+            if words is not None and words.count > self._read_buffer[1]:
+                # Not once calls are stuck: CUDA may then wait for their streams.
+                self._read_buffer = driver.host(words.count * WORD), words.count
             state = SlotState(watch, words, driver.event(), driver.event(), captured)
         self._states.add(state)
         return state
@@ -316,17 +319,11 @@ class WatchedEngine(StreamEngine):
         """Read this rank's words of a slot, from any thread; empty if that takes too long."""
         words: Words = slot.state.words
         with self.driver.aside():
-            target, capacity = self._read_buffer
-            if capacity < words.count:
-                # Never freed before closing: freeing waits for streams, and some are stuck.
-                target = self.driver.host(words.count * WORD)
-                self._read_buffer = target, words.count
-            at = target
+            at = target = self._read_buffer[0]
             for address, count in words.runs(self.rank):
                 self.driver.copy_to_host(at, address, count * WORD, self._rescue.handle)
                 at += count * WORD
             if not drained(partial(self.driver.idle, self._rescue.handle), READ_S):
-                self._read_buffer = 0, 0  # still in use
                 return []
         return list((ctypes.c_uint32 * words.count).from_address(target))
 

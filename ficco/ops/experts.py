@@ -36,9 +36,9 @@ from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.call import keep_to_cap, plain
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
-from ficco.ops.operands import check_dtype, process_group
+from ficco.ops.operands import check_dense, check_dtype, process_group
 from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors
-from ficco.ops.routing import Blocks, Routing, make_routing, rounded, route
+from ficco.ops.routing import Blocks, Routing, check_route, make_routing, rounded, route
 from ficco.options import Options, current
 from ficco.problems.experts import LANDING, ExpertLayer, block_starts
 from ficco.problems.specification import FUNCTIONS, gated
@@ -554,10 +554,11 @@ def _function(
     activation: str,
 ) -> str:
     """Return the function between the products; refuse operands that do not fit."""
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(
             f"activation: required one of {', '.join(ACTIVATIONS)}, got {activation!r}"
         )
+    check_dense(tokens=tokens, weights=weights, up=up, down=down)
     shapes = f"{list(tokens.shape)}, {list(up.shape)} and {list(down.shape)}"
     if tokens.dim() != 2 or up.dim() != 3 or down.dim() != 3:
         raise ValueError(
@@ -640,6 +641,7 @@ def _trace(
         capacity, overflow = indices.limit, indices.overflow
     request = request._replace(facts={"capacity": capacity, **request.facts})
     if not isinstance(indices, Routing):
+        check_route(indices, _total(request, operands[2]), capacity, overflow)
         return EXPERTS_ALL.trace(request, (*operands, indices))
     if capacity is None or overflow != "drop":
         return EXPERTS_ALL.trace(request, (*operands, indices.indices))

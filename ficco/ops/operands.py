@@ -196,6 +196,7 @@ def check_types(scales: Scales) -> None:
                 "scale_a, scale_b, bias, out_dtype and use_fast_accum are for operands of float8: "
                 "pass both scales, or none of these"
             )
+    check_dense(**scales.tensors)
     if scales.out_dtype is not None and not isinstance(scales.out_dtype, torch.dtype):
         raise ValueError(f"out_dtype: required a torch.dtype or None, got {scales.out_dtype!r}")
     if not isinstance(scales.use_fast_accum, bool):
@@ -361,6 +362,15 @@ def check_operands(
     check_dtype(a)
 
 
+def check_dense(**tensors: torch.Tensor) -> None:
+    """Raise ``NotImplementedError`` for sparse tensors, passed by name."""
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{name}: sparse tensors are not served; pass a dense one (.to_dense())"
+            )
+
+
 def check_dtype(a: torch.Tensor) -> None:
     """Raise ``NotImplementedError`` for a dtype that no engine of the device serves."""
     served = [name for name in ITEMSIZE if name != "float64" or a.device.type == "cpu"]
@@ -384,11 +394,7 @@ def problem_of_operands(
         ValueError, NotImplementedError: an operand is wrong, or not supported.
     """
     left, inner = LEFT[operator], OPERATORS[operator].inner
-    for name, tensor in ((left, a), ("b", b)):
-        if tensor.layout is not torch.strided:
-            raise NotImplementedError(
-                f"{name}: sparse tensors are not served; pass a dense one (.to_dense())"
-            )
+    check_dense(**{left: a, "b": b})
     if isinstance(rows, torch.Tensor):
         raise ValueError(
             f"rows: required numbers on the CPU, got a tensor on {rows.device}; pass its "

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.accelerator import gpu
 from ficco.errors import UNSCHEDULED, FiccoError
 from ficco.ops.entry import check_traced, tells_refusals
-from ficco.ops.operands import process_group
+from ficco.ops.operands import check_dense, process_group
 from ficco.ops.record import Declared, declare, overload
 from ficco.options import current
 from ficco.runtime.board import COUNTS
@@ -292,7 +292,7 @@ def route(
     """
     traced, compiling = _watched(indices)
     members = process_group(group)
-    _check(indices, experts, capacity, on_overflow)
+    check_route(indices, experts, capacity, on_overflow)
     if traced and capacity is not None and on_overflow == "drop":
         counts, rows = overload(NAME)(indices, experts, capacity, members.group_name)
         return Routing(indices, experts, capacity, on_overflow, Placed(counts, None, rows))
@@ -354,7 +354,9 @@ def _asking(
     return routing
 
 
-def _check(indices: torch.Tensor, experts: int, capacity: int | None, overflow: str) -> None:
+def check_route(indices: torch.Tensor, experts: int, capacity: int | None, overflow: str) -> None:
+    """Raise ``ValueError`` for arguments of :func:`route` that are invalid in any call."""
+    check_dense(indices=indices)
     not_integer = indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool
     if indices.dim() != 2 or not_integer:
         raise ValueError(

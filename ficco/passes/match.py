@@ -267,6 +267,9 @@ def _scale_of(
         if not travels:
             raise Leave("the scales of the rows lie in another order than the rows", chosen.node)
         between = [node for relayout in reversed(relayouts) for node in relayout.nodes]
+        write = write_between(gather, chosen.node, [*other.results, *between])
+        if write is not None:
+            raise Leave(f"{write.name} may write to the scales of the rows", chosen.node)
         return other.tensor, (*other.results, *between)
     if call.name != "all_gather_into_tensor" or rows != canonical(rows):
         raise Leave("the scales of the rows do not travel with them", chosen.node)
@@ -388,7 +391,7 @@ def _hoisted(
         needed.add(node)
         rest += node.all_input_nodes
     late = {node for node in needed if position[node] > position[place]}
-    write = write_between(place, chosen.node, held) if place is not chosen.node else None
+    write = write_between(place.prev, chosen.node, held)  # with place, which may write itself
     if late and write is None:
         write = next((n for n in span(place, chosen.node) if written(n)), None)
     if write is not None:

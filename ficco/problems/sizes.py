@@ -5,7 +5,9 @@ The command line lists the sizes in its help before it imports a planner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from ficco.errors import InvalidArgument
@@ -126,12 +128,18 @@ def problem_of_sizes(
         raise InvalidArgument(
             "rows", f"required none for {operator}, whose result is the same everywhere"
         )
-    counts = [list(count) if isinstance(count, Sequence) else count for count in rows]
+    each = rows if isinstance(rows, Iterable) else ()
+    counts: list[Any] = [list(count) if isinstance(count, Sequence) else count for count in each]
     width = world if kind.blocks else None
     widths = [len(count) if isinstance(count, list) else None for count in counts]
-    if widths != [width] * world:
-        numbers = f"a table of {world} x {world}" if kind.blocks else world
-        raise InvalidArgument("rows", f"required {numbers} numbers, got {rows}")
+    fits = widths == [width] * world
+    numbers = chain.from_iterable(counts) if fits and kind.blocks else counts
+    if not fits or not all(isinstance(number, Integral) for number in numbers):
+        shape = f"a table of {world} x {world}" if kind.blocks else world
+        raise InvalidArgument(
+            "rows",
+            f"required {shape} whole numbers, got {rows!r}; pass as many rows as the ranks have",
+        )
     build: Any = Problem.of_blocks if kind.blocks else Problem
     sizes = counts if kind.blocks else tuple(counts), n, k, dtype
     problem: Problem = build(operator, *sizes, **options)

@@ -1,9 +1,9 @@
-"""What tests on GPUs share."""
+"""Fixtures of the tests on GPUs."""
 
 import pytest
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """The type of the devices of ranks, also in tests of other folders that are collected here."""
+    """Device type of the ranks, also in tests of other folders that are collected here."""
     return "cuda"

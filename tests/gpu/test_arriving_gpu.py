@@ -1,5 +1,4 @@
-"""Rows that arrive for Triton kernels on GPUs: exact, between other calls, in graphs, and when they
-never come."""
+"""Arriving rows in Triton kernels on GPUs: exact, between other calls, in graphs, and missing."""
 
 from __future__ import annotations
 
@@ -25,28 +24,28 @@ def triton() -> Any:
 
 
 def spare(at: Rank) -> int:
-    """Multiprocessors that a kernel that waits leaves to the copies."""
+    """Multiprocessors that a waiting kernel leaves to copies."""
     return SHARED_SPARE if torch.cuda.device_count() < at.world else 0
 
 
-def copied(at: Rank, case: Case, iteration: int, group: Any = None, **ways: Any) -> None:
-    """One block, whose pieces are copied one by one behind waits of the stream."""
+def copied(at: Rank, case: Case, iteration: int, group: Any = None, **options: Any) -> None:
+    """Copy the pieces of a block one by one, each after a wait of the stream, and verify them."""
     rank = at.rank if group is None else group.rank()
     rows = None if len(set(case.rows)) == 1 else list(case.rows)
-    whole = gathered_a(case, iteration, at.device)
-    found = torch.full_like(whole, 99.0)
+    expected = gathered_a(case, iteration, at.device)
+    gathered = torch.full_like(expected, 99.0)
     shard = shard_of(case, rank, iteration, at.device)
-    with ficco.arriving(shard, rows=rows, group=group, **ways) as arriving:
-        for first, last in arriving:
-            found[first:last] = arriving.buffer[first:last]
-    assert torch.equal(found, whole), f"rank {at.rank}, {case}, {ways}"
+    with ficco.arriving(shard, rows=rows, group=group, **options) as arriving:
+        for start, stop in arriving:
+            gathered[start:stop] = arriving.buffer[start:stop]
+    assert torch.equal(gathered, expected), f"rank {at.rank}, {case}, {options}"
 
 
 @ranks(1, 2, 4)
 @on_ranks()
 def test_streams_wait_for_pieces(at: Rank) -> None:
     iteration = 0
-    for ways in WAYS:
+    for options in WAYS:
         for case in (
             equal(at.world, 64, 128, 8, dtype="bfloat16"),
             Case(tuple(range(7, 7 + at.world)), 16, 8),
@@ -54,7 +53,7 @@ def test_streams_wait_for_pieces(at: Rank) -> None:
             equal(at.world, 0, 16, 8),
         ):
             for _ in range(3):
-                copied(at, case, iteration := iteration + 1, **ways)
+                copied(at, case, iteration := iteration + 1, **options)
             exact(at, equal(at.world, 12, 16, 8), iteration)
 
 
@@ -64,42 +63,43 @@ def test_kernels_wait_push_and_tell(at: Rank) -> None:
     import arriving_kernels
 
     matmul, experts = example("arriving_matmul"), example("arriving_experts")
-    few = spare(at)
+    spared = spare(at)
     for sizes in ((130, 200, 264), (64, 128, 64), (256, 512, 4096)):
-        assert matmul.run(*sizes, few) == 1.0, sizes
+        assert matmul.run(*sizes, spared) == 1.0, sizes
     for sizes in ((100, 4, 256, 128), (256, 8, 520, 512), (40, 64, 64, 64)):
-        assert experts.run(*sizes, few) == 1.0, sizes
+        assert experts.run(*sizes, spared) == 1.0, sizes
     rows = [150 * rank + 1 for rank in range(at.world)]
     a = matmul.integers((sum(rows), 64), 7, at.device)
     b = matmul.integers((64, 136), at.rank, at.device)
     shard = a.split(rows)[at.rank]
-    want = (a.double() @ b.double()).to(a.dtype)
-    for ways in WAYS:
-        assert torch.equal(matmul.gathered_matmul(shard, b, few, rows=rows, **ways), want), ways
+    expected = (a.double() @ b.double()).to(a.dtype)
+    for options in WAYS:
+        product = matmul.gathered_matmul(shard, b, spared, rows=rows, **options)
+        assert torch.equal(product, expected), options
     arriving_kernels.ring(at.rank, at.world, at.device)
 
 
 def _many(at: Rank, calls: int) -> None:
-    """Blocks between other calls, the host ahead, on two streams, ranks out of step."""
-    matmul, few = example("arriving_matmul"), spare(at)
+    """Blocks between other calls on two streams, with the host ahead and ranks out of step."""
+    matmul, spared = example("arriving_matmul"), spare(at)
     case = equal(at.world, 96, 128, 8, dtype="bfloat16")
     b = matmul.integers((128, 72), at.rank, at.device)
-    other, kept = torch.cuda.Stream(), []
+    side, correct = torch.cuda.Stream(), []
     for iteration in range(calls):
         if (iteration + at.rank) % 5 == 0:
             torch.cuda._sleep(200_000)
         shard = shard_of(case, at.rank, iteration, at.device)
-        want = (gathered_a(case, iteration, at.device).double() @ b.double()).to(b.dtype)
-        stream = torch.cuda.current_stream() if iteration % 3 else other
+        expected = (gathered_a(case, iteration, at.device).double() @ b.double()).to(b.dtype)
+        stream = torch.cuda.current_stream() if iteration % 3 else side
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            found = matmul.gathered_matmul(shard, b, few, **WAYS[iteration % len(WAYS)])
+            product = matmul.gathered_matmul(shard, b, spared, **WAYS[iteration % len(WAYS)])
         torch.cuda.current_stream().wait_stream(stream)
-        kept.append((found == want).all())
-        shard.fill_(99.0)  # the call has read it when the stream comes here
+        correct.append((product == expected).all())
+        shard.fill_(99.0)  # on this stream the call has read the shard
         if iteration % 4 == 0:
             exact(at, case.on(schedule=("growing", "serial")[iteration % 8 // 4]), iteration)
-    assert torch.stack(kept).all()
+    assert torch.stack(correct).all()
 
 
 @ranks(2, 4)
@@ -108,32 +108,32 @@ def test_many_blocks_between_other_calls(world: int) -> None:
 
 
 def _replays(at: Rank) -> None:
-    """Captured blocks whose shards change, more than there are slots, between eager calls."""
-    matmul, few, group = example("arriving_matmul"), spare(at), everyone(at)
+    """Replay more captured blocks than slots, between eager calls, with new shards each time."""
+    matmul, spared, group = example("arriving_matmul"), spare(at), everyone(at)
     case = equal(at.world, 96, 128, 8, dtype="bfloat16")
     a = shard_of(case, at.rank, 0, at.device)
     b = matmul.integers((128, 72), at.rank, at.device)
     for pull in (False, True):
-        matmul.gathered_matmul(a, b, few, group=group, pull=pull)  # compiles; makes the tiles
+        matmul.gathered_matmul(a, b, spared, group=group, pull=pull)  # compiles; allocates tiles
     settle(at)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = [
-            matmul.gathered_matmul(a, b, few, group=group, pull=pull)
+            matmul.gathered_matmul(a, b, spared, group=group, pull=pull)
             for pull in (False, True, False)
         ]
-    kept = []
+    correct = []
     for iteration in range(1, 25):
         a.copy_(shard_of(case, at.rank, iteration, at.device))
         graph.replay()
-        found = [result.clone() for result in results]
+        products = [result.clone() for result in results]
         if iteration % 3 == 0:
-            found.append(matmul.gathered_matmul(a, b, few, group=group))
-        want = (gathered_a(case, iteration, at.device).double() @ b.double()).to(b.dtype)
-        kept += [(one == want).all() for one in found]
+            products.append(matmul.gathered_matmul(a, b, spared, group=group))
+        expected = (gathered_a(case, iteration, at.device).double() @ b.double()).to(b.dtype)
+        correct += [(product == expected).all() for product in products]
         if iteration % 4 == 0:
             copied(at, case, iteration, group)
-    assert torch.stack(kept).all()
+    assert torch.stack(correct).all()
     settle(at)
     del graph
     leave(group)
@@ -145,7 +145,7 @@ def test_replays() -> None:
 
 
 def _never(at: Rank, in_kernel: bool) -> dict[str, Any] | None:
-    """A rank that lives and never enters; the others' kernel, or stream, waits for its rows."""
+    """Rank 1 lives but never calls; the kernel or stream of rank 0 waits for rank 1's rows."""
     import arriving_kernels
 
     group, case = everyone(at), equal(at.world, 32, 64, 8)
@@ -155,7 +155,7 @@ def _never(at: Rank, in_kernel: bool) -> dict[str, Any] | None:
     out = torch.empty(32 * at.world, 64, device=at.device)
     words = torch.ones(4, dtype=torch.int32, device=at.device)
     arriving_kernels.gather[(4,)](words, out, torch.empty_like(out), 8, 64)  # compiles
-    found = None
+    outcome = None
 
     def waits() -> None:
         with ficco.arriving(shard, group=group) as rows:
@@ -166,18 +166,18 @@ def _never(at: Rank, in_kernel: bool) -> dict[str, Any] | None:
 
     if at.rank == 0:
         with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
-            found = failed(waits, group, again=lambda: copied(at, case, 3, group))
+            outcome = failed(waits, group, again=lambda: copied(at, case, 3, group))
     settle(at)
     leave(group)
     copied(at, equal(at.world, 4, 4, 4), 1)
-    return found
+    return outcome
 
 
 @pytest.mark.parametrize("in_kernel", [True, False], ids=["kernel", "stream"])
-def test_rows_that_never_come_end_the_kernels_that_wait(in_kernel: bool) -> None:
-    found = run(2, _never, in_kernel, device="cuda")[0]
-    first = found["first"]
-    assert isinstance(first, Failure) and first.type == "SignalTimeout", first
-    assert first.fields["peer"] == 1 and first.fields["rank"] == 0
-    assert "step 'caller" in first.text, first.text
-    assert_in_time(found)
+def test_missing_rows_end_waiting_kernels(in_kernel: bool) -> None:
+    outcome = run(2, _never, in_kernel, device="cuda")[0]
+    error = outcome["first"]
+    assert isinstance(error, Failure) and error.type == "SignalTimeout", error
+    assert error.fields["peer"] == 1 and error.fields["rank"] == 0
+    assert "step 'caller" in error.text, error.text
+    assert_in_time(outcome)

@@ -1,5 +1,5 @@
-"""Attention of a sequence that ranks share, on GPUs: masks and sizes of heads that libraries serve
-in different ways, results and gradients."""
+"""Attention of a shared sequence on GPUs: results and gradients, for masks and head sizes that
+different libraries serve."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = (64, 128, 256)
 @ranks(2, 4)
 @on_ranks(timeout=280)
 def test_many_rows_and_wide_heads(at: Rank, name: str, dtype: str) -> None:
-    """Calls and gradients, by flash attention or cuDNN, between other calls."""
+    """Results and gradients, by flash attention or cuDNN, between other calls."""
     subject, chance = SUBJECTS[name], random.Random(name)
     assert CUDNN_ROWS <= 128
     for turn, schedule in enumerate(subject.schedules(at.world) * 2):
@@ -35,17 +35,17 @@ def test_many_rows_and_wide_heads(at: Rank, name: str, dtype: str) -> None:
         exact(at, product, product.case(chance, at.world, "equal", "cuda"), turn)
 
 
-# By flash attention, for which keys at -inf make NaN, and by cuDNN.
-@pytest.mark.parametrize(("what", "rows"), [(torch.nan, 16), (torch.nan, 256), (-torch.inf, 256)])
-def test_scores_that_are_not_finite_are_not_merged_as_zeros(what: float, rows: int) -> None:
+# By flash attention, where keys at -inf make NaN, and by cuDNN.
+@pytest.mark.parametrize(("value", "rows"), [(torch.nan, 16), (torch.nan, 256), (-torch.inf, 256)])
+def test_scores_that_are_not_finite_are_not_merged_as_zeros(value: float, rows: int) -> None:
     case = Case((rows,) * 2, (rows, 1, 8, 2, 128), "bfloat16")
-    run(2, not_finite, what, case, device="cuda", timeout=100)
+    run(2, not_finite, value, case, device="cuda", timeout=100)
 
 
 @on_ranks(2)
-def test_a_bench_can_leave_merging_out(at: Rank) -> None:
+def test_a_bench_can_skip_merging(at: Rank) -> None:
     q, k, v = torch.randn(3, 1, 8, 256, 64, dtype=torch.bfloat16, device=at.device)
-    made = ficco.all_gather_attention(q, k, v, causal=True)
+    merged = ficco.all_gather_attention(q, k, v, causal=True)
     with nothing_merged():
-        assert not torch.equal(ficco.all_gather_attention(q, k, v, causal=True), made)
-    assert torch.equal(ficco.all_gather_attention(q, k, v, causal=True), made)
+        assert not torch.equal(ficco.all_gather_attention(q, k, v, causal=True), merged)
+    assert torch.equal(ficco.all_gather_attention(q, k, v, causal=True), merged)

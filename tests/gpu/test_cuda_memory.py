@@ -1,4 +1,4 @@
-"""Where the CUDA engine gets memory from that ranks share, without a GPU."""
+"""Sources of the CUDA engine's shared memory, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ def _chosen(at: Rank) -> None:
             return driver._memory(engine)
 
     near = Hosts(world, tuple("aabb"), Near(store, at.rank % 2, 2))
-    apart = Hosts(world, tuple("abcd"), Near(store, 0, 1))
+    separate = Hosts(world, tuple("abcd"), Near(store, 0, 1))
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][at.rank // 2]
-    three, alone = dist.new_group([0, 1, 2]), dist.new_group([3])
+    three, single = dist.new_group([0, 1, 2]), dist.new_group([3])
     assert memory(world) == memory(dist.new_group([0, 1, 2, 3])) == "torch"
     assert (memory(pair), memory(pair, offers=False)) == ("ipc", "torch")
-    assert memory(three) == "ipc" if at.rank < 3 else memory(alone) == "torch"  # it meets nobody
-    assert (memory(world, hosts=near), memory(world, hosts=apart)) == ("ipc", "torch")
-    # PyTorch's memory of another backend, as of FSDPModule.set_symm_mem_for_comm.
+    assert memory(three) == "ipc" if at.rank < 3 else memory(single) == "torch"  # no peers
+    assert (memory(world, hosts=near), memory(world, hosts=separate)) == ("ipc", "torch")
+    # PyTorch's symmetric memory has another backend, e.g. by FSDPModule.set_symm_mem_for_comm.
     assert (memory(world, backend="NCCL"), memory(world, backend=None)) == ("ipc", "torch")
-    # As many ranks as the job has, which are not all of the job's.
+    # A group of the job's size, with ranks outside the job.
     assert memory(dist.ProcessGroup(store, at.rank, at.world)) == "ipc"
 
 
-def test_ranks_that_are_not_all_of_the_job_share_by_handles(cuda: Any) -> None:
+def test_subgroups_share_memory_by_handles(cuda: Any) -> None:
     run(4, _chosen)
 
 
 class Device:
-    """CUDA's functions on memory of this process; a handle has the address behind a zero byte."""
+    """Double of CUDA's functions, on memory of this process. Handles start with a zero byte."""
 
     def __init__(self, driver: Any) -> None:
         self._ok, self._result = driver.CUresult.CUDA_SUCCESS, driver.CUresult
@@ -74,9 +74,9 @@ class Device:
     def cuMemAlloc(self, nbytes: int) -> tuple[Any, Any]:
         if nbytes > self.room - sum(map(ctypes.sizeof, self.memory.values())):
             return self._result.CUDA_ERROR_OUT_OF_MEMORY, None
-        made = (ctypes.c_char * nbytes)()
-        self.memory[ctypes.addressof(made)] = made
-        return self._ok, ctypes.addressof(made)
+        buffer = (ctypes.c_char * nbytes)()
+        self.memory[ctypes.addressof(buffer)] = buffer
+        return self._ok, ctypes.addressof(buffer)
 
     def cuMemFree(self, address: int) -> tuple[Any]:
         known = self.memory.pop(address, None) is not None
@@ -107,24 +107,24 @@ class Device:
 
 @pytest.fixture
 def device(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
-    made = Device(cuda.driver)
+    double = Device(cuda.driver)
     for name in dir(Device):
         if name.startswith("cu"):
-            monkeypatch.setattr(cuda.driver, name, getattr(made, name))
-    return made
+            monkeypatch.setattr(cuda.driver, name, getattr(double, name))
+    return double
 
 
-def test_an_allocation_is_shared_as_a_whole(cuda: Any, device: Device) -> None:
+def test_allocations_do_not_share_blocks(cuda: Any, device: Device) -> None:
     handles = cuda.CudaDriver.handles
     small, large = handles.malloc(4096, "plain"), handles.malloc(3 * MIB, "plain")
-    # None lies in a block of another's.
-    assert [ctypes.sizeof(one) for one in device.memory.values()] == [2 * MIB, 4 * MIB]
+    # Each allocation has separate blocks of 2 MiB.
+    assert [ctypes.sizeof(buffer) for buffer in device.memory.values()] == [2 * MIB, 4 * MIB]
     device.memory[large][0] = b"x"
     handles.fill(large, 3 * MIB, None)
     assert device.memory[large][0] == b"\0"
     shared = [handles.share(address) for address in (small, large)]
-    assert [len(one) for one in shared] == [64, 64]
-    assert [handles.open_shared(one) for one in shared] == device.opened == [small, large]
+    assert [len(handle) for handle in shared] == [64, 64]
+    assert [handles.open_shared(handle) for handle in shared] == device.opened == [small, large]
     handles.close_shared(small)
     assert device.opened == [large]
     handles.free(small)
@@ -134,20 +134,20 @@ def test_an_allocation_is_shared_as_a_whole(cuda: Any, device: Device) -> None:
         handles.free(small)
 
 
-def test_pytorch_gives_back_what_it_keeps_before_memory_is_out(
+def test_pytorch_frees_its_cache_before_memory_is_out(
     cuda: Any, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handles, kept = cuda.CudaDriver.handles, [device.cuMemAlloc(6 * MIB)[1]]
+    handles, cached = cuda.CudaDriver.handles, [device.cuMemAlloc(6 * MIB)[1]]
 
     def empty_cache() -> None:
-        while kept:
-            device.cuMemFree(kept.pop())
+        while cached:
+            device.cuMemFree(cached.pop())
 
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (4 * MIB, 8 * MIB))
     handles.malloc(4 * MIB, "plain")
-    assert not kept
-    # As PyTorch's own, which a program may catch.
+    assert not cached
+    # The same class as PyTorch's error, so that programs can catch it.
     with pytest.raises(torch.OutOfMemoryError, match=f"required {6 * MIB} .*there are {4 * MIB}"):
         handles.malloc(5 * MIB, "plain")
 
@@ -157,7 +157,7 @@ def test_closing_waits_for_peers_and_not_for_tensors_of_the_caller() -> None:
         pass
 
     memory, keeper = SharedMapped.__new__(SharedMapped), Keeper()
-    assert memory.awaited()  # it may have got no further than this
+    assert memory.awaited()  # the constructor may have failed early
     memory.tensor, memory._keeper = torch.ones(8), weakref.ref(keeper)
     memory._open, memory._meeting = {}, None
     assert memory.awaited()

@@ -1,4 +1,4 @@
-"""Layers of experts on GPUs: routes that the contract does not have, and larger blocks."""
+"""Layers of experts on GPUs: routes that the contract lacks, and larger blocks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_tokens_of_few_experts(world: int, split: str) -> None:
 def larger(at: Rank) -> None:
     layer = Layer((700,) * at.world, 4 * at.world, 2, 64, 32, 512, True, dtype=torch.bfloat16)
     for iteration, name in enumerate(("shard-overlap", "growing:compute=2,copy=2", "serial")):
-        given = data(layer, at.rank, iteration)
-        found = call(at, layer, given, iteration, capacity=256, schedule=name)
-        wanted = plain(given, *weights_of(layer, iteration), 256)
-        # What each expert makes is rounded once, then the sum.
-        atol = float(wanted.abs().max()) * 2**-7
-        torch.testing.assert_close(found.float().cpu(), wanted, rtol=0, atol=atol)
+        inputs = data(layer, at.rank, iteration)
+        result = call(at, layer, inputs, iteration, capacity=256, schedule=name)
+        expected = plain(inputs, *weights_of(layer, iteration), 256)
+        # Each expert's output is rounded once, then the sum.
+        atol = float(expected.abs().max()) * 2**-7
+        torch.testing.assert_close(result.float().cpu(), expected, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(("hosts", "local"), [(1, 2), (1, 4), (2, 1), (2, 2)])

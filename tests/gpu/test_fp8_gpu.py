@@ -1,4 +1,4 @@
-"""Operands and layers of float8 on GPUs: what the library takes, and calls out of step."""
+"""Float8 operands and layers on GPUs: cases of the library's GEMM, and jittered calls."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from test_fp8 import (  # noqa: F401  collected here, with this module's device
     all_exact,
     call,
     drawn,
-    made,
+    sample,
     schedules,
     test_forms_of_operands,
     test_memory_keeps_to_its_cap,
-    test_rows_that_wait_or_tell_have_their_factors,
+    test_tiled_products_have_their_factors,
 )
 from test_fp8_layers import test_functions_are_exact  # noqa: F401  the same
 from test_fp8_quantize import (  # noqa: F401  the same
     test_every_schedule_casts_exactly,
-    test_forms_of_what_is_cast,
+    test_layouts_of_cast_operands,
 )
 from test_gpu import jittered
 
 pytestmark = pytest.mark.multigpu
 
 
-# What the library takes, on one GPU.
+# Cases of the library's GEMM, on one GPU.
 
 
-def taken(recipe: str) -> list[ScaledCase]:
-    """Each dtype of results, with a bias where one may be; fast sums, of which so few terms are
-    exact in whatever the library adds up in; few rows, and blocks that are cut short; cuts of k,
-    which add up in float32; dtypes of operands."""
+def library_cases(recipe: str) -> list[ScaledCase]:
+    """Dtypes of results, with a bias where the library allows it; fast sums, exact in any
+    accumulator since they have few terms; few rows and partial blocks; cuts of k, which
+    accumulate in float32; dtypes of operands."""
     case = ScaledCase("all_gather_matmul", (64,), 256, 144, recipe, "serial")
-    found = [case.on(out=torch.float32), case.on(fast=True)]
+    cases = [case.on(out=torch.float32), case.on(fast=True)]
     for out in (torch.bfloat16, torch.float16):
-        found += [case.on(out=out, bias=bias) for bias in (False, True)]
+        cases += [case.on(out=out, bias=bias) for bias in (False, True)]
     for m, k, n in ((4, 128, 16), (4, 400, 272), (12, 640, 128), (3, 16, 16)):
         if recipe != "block" or m % 4 == 0:
-            found.append(case.on(rows=(m,), k=k, n=n))
-    found.append(case.on(k=512, schedule="uniform-fused-2d:pieces=3"))
-    others = DTYPES[1:3] if recipe != "block" else ()
-    return found + [case.on(dtypes=dtypes) for dtypes in others]
+            cases.append(case.on(rows=(m,), k=k, n=n))
+    cases.append(case.on(k=512, schedule="uniform-fused-2d:pieces=3"))
+    dtypes_of_operands = DTYPES[1:3] if recipe != "block" else ()
+    return cases + [case.on(dtypes=dtypes) for dtypes in dtypes_of_operands]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", SERVED)
-def test_what_the_library_takes(recipe: str) -> None:
-    run(1, all_exact, taken(recipe), device="cuda")
+def test_cases_of_the_library(recipe: str) -> None:
+    run(1, all_exact, library_cases(recipe), device="cuda")
 
 
 # Jitter.
@@ -74,11 +74,11 @@ def _jitter(at: Rank, seed: int, calls: int) -> int:
     ]
 
     def once(index: int, case: ScaledCase) -> tuple[torch.Tensor, torch.Tensor]:
-        given, wanted = made(case, at, index)
-        y = call(case, given)
-        given.a.view(torch.uint8).fill_(22)
-        given.scales["scale_a"].fill_(3)
-        return y, wanted
+        operands, expected = sample(case, at, index)
+        y = call(case, operands)
+        operands.a.view(torch.uint8).fill_(22)
+        operands.scales["scale_a"].fill_(3)
+        return y, expected
 
     return jittered(at, seed, calls, kinds, once)
 

@@ -1,5 +1,5 @@
-"""What only a GPU can get wrong: streams, graphs, queues, lifetimes, memory, lost ranks; and what
-the contract leaves out there: eight ranks, products whose tiles wait."""
+"""GPU tests of streams, graphs, queues, lifetimes, memory and lost ranks, and of eight ranks and
+tiled products, which the contract leaves out on GPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ranks import (
     wider,
 )
 from subjects import SUBJECTS, reference
-from test_all_gather_matmul import (  # noqa: F401  collected here, with this module's device
+from test_all_gather_matmul import (  # noqa: F401  collected here, on GPUs
     end_of,
     random_case,
     start_ranks,
@@ -65,17 +65,17 @@ pytestmark = pytest.mark.multigpu
 
 #: Cycles of torch.cuda._sleep that take about a millisecond.
 MILLISECOND = 1_800_000
-#: Streams of a priority that PyTorch has, and hands out by turns.
+#: Streams in PyTorch's pool of a priority. PyTorch hands them out round-robin.
 POOLED = 32
-#: Seconds that calls wait for a peer in the tests about faults.
+#: Timeout of calls in the tests of faults, in seconds.
 PATIENCE_S = 3.0
-#: Seconds that a fault may take from the call to the error: the wait, the look of the watchdog,
-#: and freeing the streams.
+#: Limit on the seconds from the timeout to the error: a period of the watchdog, and freeing the
+#: streams.
 SLACK_S = 6.0
-#: Two threads with groups of their own need processes of their own: CUDA waits for the device
-#: before it loads a kernel, and two ranks that do so for each other's calls wait for ever.
+#: Settings of new processes for two threads that each have a group. With lazy loading, CUDA waits
+#: for the device before it loads a kernel, and two ranks that do so deadlock.
 EAGER: dict[str, Any] = {"fresh": True, "env": {"CUDA_MODULE_LOADING": "EAGER"}}
-#: One product whose tiles wait.
+#: Schedules of one product whose tiles wait for their rows.
 TILED = ("tiled", "tiled:pieces=3,order=piece", "tiled:pieces=2,pull", "tiled:pieces=3+1,copy=2")
 SUMS = ("matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -83,7 +83,7 @@ hopper = pytest.mark.skipif(not on_hopper(), reason="needs Hopper GPUs")
 
 
 def on_hopper_only(*parameters: Any) -> list[Any]:
-    return [pytest.param(one, marks=hopper) for one in parameters]
+    return [pytest.param(parameter, marks=hopper) for parameter in parameters]
 
 
 def everyone(at: Rank) -> Any:
@@ -95,52 +95,52 @@ def settle(at: Rank) -> None:
     torch.cuda.synchronize()
 
 
-# Exact where the contract does not look.
+# Exact results that the contract does not cover.
 
 
 def drawn(
     name: str, world: int, schedules: Sequence[str], kinds: Sequence[str], **fixed: Any
 ) -> list[tuple[str, subjects.Case]]:
-    """A case of a subject for each schedule; all else is drawn."""
+    """Return a case of a subject for each schedule. All other fields are random."""
     subject, chance = SUBJECTS[name], random.Random(f"{name} {world}")
-    found = []
+    cases = []
     for schedule in schedules:
         case = subject.case(chance, world, chance.choice(kinds), "cuda").on(needs=())
         layout = chance.choice(("", *subject.layouts))
         dtype = chance.choice(subject.dtypes("cuda"))
-        found.append((name, case.on(schedule=schedule, layout=layout, dtype=dtype).on(**fixed)))
-    return found
+        cases.append((name, case.on(schedule=schedule, layout=layout, dtype=dtype).on(**fixed)))
+    return cases
 
 
 def on_device(at: Rank, name: str, case: subjects.Case, iteration: int) -> list[torch.Tensor]:
-    """The operands of a rank, those that have no gradient last."""
+    """Return the operands of a rank, then the constants, which have no gradient."""
     dtype, subject = getattr(torch, case.dtype), SUBJECTS[name]
-    made = [one.to(at.device, dtype) for one in subject.make(case, at.rank, iteration)]
-    return made + [one.to(at.device) for one in subject.constants(case, at.rank, iteration)]
+    operands = [x.to(at.device, dtype) for x in subject.make(case, at.rank, iteration)]
+    return operands + [x.to(at.device) for x in subject.constants(case, at.rank, iteration)]
 
 
 def called(
-    name: str, case: subjects.Case, given: Sequence[torch.Tensor], group: Any = None
+    name: str, case: subjects.Case, tensors: Sequence[torch.Tensor], group: Any = None
 ) -> list[torch.Tensor]:
     subject, count = SUBJECTS[name], len(SUBJECTS[name].operands)
-    operands = subject.laid_out(case, list(given[:count]))
-    return subject.call(case, operands, list(given[count:]), group=group)
+    operands = subject.laid_out(case, list(tensors[:count]))
+    return subject.call(case, operands, list(tensors[count:]), group=group)
 
 
 def right(
     at: Rank, name: str, case: subjects.Case, iteration: int, results: Sequence[torch.Tensor]
 ) -> None:
     subject = SUBJECTS[name]
-    every = [subject.make(case, rank, iteration) for rank in range(at.world)]
-    wanted = subject.together(case, every, iteration)[at.rank]
-    for one, want in zip(results, wanted, strict=True):
+    operands = [subject.make(case, rank, iteration) for rank in range(at.world)]
+    wanted = subject.together(case, operands, iteration)[at.rank]
+    for result, want in zip(results, wanted, strict=True):
         about = f"rank {at.rank}, iteration {iteration}, {name}, {case}"
-        subjects.compare(one, want, subject, about)
+        subjects.compare(result, want, subject, about)
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_eight_ranks(name: str) -> None:
-    """As many as a host of 8 GPUs has. On CPUs they would take minutes."""
+    """The number of GPUs of a large host. On CPUs these tests would take minutes."""
     cases = drawn(name, 8, SUBJECTS[name].schedules(8)[::2], ("equal", "few"))
     assert run(8, all_exact, cases, device="cuda", timeout=280) == [len(cases)] * 8
 
@@ -148,7 +148,7 @@ def test_eight_ranks(name: str) -> None:
 @hopper
 @ranks(1, 2, 4)
 def test_tiled_operators_are_exact(world: int) -> None:
-    """Each comes new, and warm after others."""
+    """Each case is run twice: as a first call and, after all others, as a warm call."""
     cases, names = [], [name for name, kind in OPERATORS.items() if not kind.inner]
     for name in (*names, "all_gather_matmul, gathered"):
         schedules = (*subjects.TILED, *(TILED if "gather" in name else ()))
@@ -180,25 +180,25 @@ def test_refused_on_a_gpu(at: Rank) -> None:
         exact(at, equal(at.world, 4, 8, 6), 0)
 
 
-# Replays of eager calls whose operands lie where they lay.
+# Replays of eager calls whose operands keep their addresses.
 
 
 class Resident:
-    """A call whose operands and results lie where they lay before, with other contents."""
+    """A call whose operands keep their addresses while their contents change."""
 
     def __init__(self, at: Rank, case: Case, group: Any = None) -> None:
         self.at, self.case, self.group = at, case, group
-        made = make(at, case, 0, group)
-        self.a, self.b = made.a, made.b
+        sample = make(at, case, 0, group)
+        self.a, self.b = sample.a, sample.b
 
     def exact(self, iteration: int) -> None:
-        made = make(self.at, self.case, iteration, self.group)
-        torch.cuda.synchronize()  # or what is freed here might be used for the result
-        self.a.copy_(made.a)
-        self.b.copy_(made.b)
-        found = call(self.case, self.a, self.b, self.group)
-        self.a.fill_(44)  # a copy that outlived the call would read this
-        verify(self.case, found, made, f"rank {self.at.rank}, iteration {iteration}:")
+        sample = make(self.at, self.case, iteration, self.group)
+        torch.cuda.synchronize()  # otherwise the result may reuse memory freed here
+        self.a.copy_(sample.a)
+        self.b.copy_(sample.b)
+        results = call(self.case, self.a, self.b, self.group)
+        self.a.fill_(44)  # a copy still in flight after the call would read 44
+        verify(self.case, results, sample, f"rank {self.at.rank}, iteration {iteration}:")
 
 
 def recorded(group: Any) -> int:
@@ -209,7 +209,7 @@ def _recorded_calls(at: Rank, schedule: str, a: str) -> tuple[int, int]:
     group = everyone(at)
     case = equal(at.world, 48, 64, 40, dtype="bfloat16", schedule=schedule, a=a, gathered=True)
     with ficco.options(replay=False):
-        with torch.inference_mode():  # leaves nothing behind
+        with torch.inference_mode():  # records nothing
             for iteration in range(3):
                 exact(at, case.on(a="plain"), iteration, group)
         resident = Resident(at, case, group)
@@ -223,7 +223,7 @@ def _recorded_calls(at: Rank, schedule: str, a: str) -> tuple[int, int]:
             exact(at, other, iteration, group)
     bigger = equal(at.world, 4096, 128, 8, dtype="bfloat16", schedule=schedule)
     exact(at, bigger, 1, group)
-    exact(at, bigger, 2, group)  # both slots have grown: what was recorded is gone
+    exact(at, bigger, 2, group)  # both slots have grown: recordings are dropped
     for iteration in range(12):
         resident.exact(100 + iteration)
     after = recorded(group)
@@ -241,7 +241,7 @@ def _recorded_calls(at: Rank, schedule: str, a: str) -> tuple[int, int]:
         ("shrinking:pull,copy=2,compute=2", "plain", 4),
         ("shrinking:pull,copy=2,compute=2", "symmetric", 4),
         ("uniform-fused-2d:pieces=4", "columns", 4),
-        # Launches of ficco's own, and copies that wait for the caller's stream, need not be.
+        # ficco's kernels, and copies that wait for the caller's stream, may stay unrecorded.
         ("growing:kernel", "plain", 0),
         ("serial:kernel", "plain", 0),
         pytest.param("tiled:pieces=2", "plain", 4, marks=hopper),
@@ -255,20 +255,20 @@ def test_recorded_calls(schedule: str, a: str, fewest: int) -> None:
 
 @on_ranks(2)
 def test_recorded_calls_follow_the_settings_of_products(at: Rank) -> None:
-    """Calls are equal after a setting was changed and taken back, and not while it was changed."""
+    """Results change with a setting of cuBLAS, and are equal once the setting is restored."""
     group = everyone(at)
     generator = torch.Generator(at.device).manual_seed(1)
     a, b = (torch.randn(128, 128, device=at.device, generator=generator) for _ in range(2))
-    made: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    results: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     for tf32 in (False, True, False):
         torch.cuda.synchronize()
         torch.backends.cuda.matmul.allow_tf32 = tf32
         for _ in range(4):
             y = ficco.all_gather_matmul(a, b, group=group, schedule="growing")
-            made[tf32].append(y.cpu())
+            results[tf32].append(y.cpu())
             del y
     leave(group)
-    same = {tf32: [torch.equal(made[False][0], y) for y in made[tf32]] for tf32 in made}
+    same = {tf32: [torch.equal(results[False][0], y) for y in results[tf32]] for tf32 in results}
     assert all(same[False]) and not any(same[True])
 
 
@@ -290,7 +290,7 @@ GRAPHED = (
 
 
 def graphed_by(backend: str) -> list[str]:
-    """Those of them that a group of this backend can capture: gloo's collectives cannot be."""
+    """Return the schedules that a group of a backend can capture; gloo has no such collective."""
     return [name for name in GRAPHED if backend == "nccl" or name != "serial:collective"]
 
 
@@ -304,58 +304,58 @@ class Graphed(Resident):
         with torch.cuda.graph(self.graph, stream=stream):
             self.results = call(case, self.a, self.b, group)
 
-    def replay(self, made: Any) -> list[torch.Tensor]:
+    def replay(self, sample: Any) -> list[torch.Tensor]:
         """Enqueue new operands, a replay, and copies of its results."""
-        self.a.copy_(made.a)
-        self.b.copy_(made.b)
+        self.a.copy_(sample.a)
+        self.b.copy_(sample.b)
         self.graph.replay()
-        # A replay that still waited for its peers behind its end would now read this.
+        # A replay that still waits for peers after its end would read 44.
         self.a.fill_(44)
         return [result.clone() for result in self.results]
 
     def exact(self, first: int, count: int = 1) -> None:
-        """Replays right after each other, then a look at all of them."""
-        made = [make(self.at, self.case, first + i, self.group) for i in range(count)]
-        found = [self.replay(one) for one in made]
+        """Enqueue ``count`` replays back to back, then check all results."""
+        samples = [make(self.at, self.case, first + i, self.group) for i in range(count)]
+        replays = [self.replay(sample) for sample in samples]
         torch.cuda.synchronize()
-        for i, (results, one) in enumerate(zip(found, made, strict=True)):
-            verify(self.case, results, one, f"rank {self.at.rank}, replay {first + i}:")
+        for i, (results, sample) in enumerate(zip(replays, samples, strict=True)):
+            verify(self.case, results, sample, f"rank {self.at.rank}, replay {first + i}:")
 
 
 def in_one_graph(at: Rank, cases: Sequence[tuple[str, subjects.Case]], group: Any = None) -> None:
-    """Calls captured in one graph, more than there are slots, whose operands change, replayed
-    between eager ones; these are recorded."""
+    """Capture more calls than there are slots in one graph. Replay it with other operands, between
+    eager calls, which ficco records."""
 
     assert len(cases) > SLOTS
-    made = [[on_device(at, *case, iteration) for case in cases] for iteration in range(20)]
-    operands = [[one.clone() for one in some] for some in made[0]]
-    torch.mm(*torch.ones(2, 8, 8, device=at.device))  # cuBLAS allocates then, not in the capture
+    contents = [[on_device(at, *case, iteration) for case in cases] for iteration in range(20)]
+    operands = [[tensor.clone() for tensor in tensors] for tensors in contents[0]]
+    torch.mm(*torch.ones(2, 8, 8, device=at.device))  # cuBLAS allocates before the capture
     settle(at)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = [called(*case, some, group) for case, some in zip(cases, operands, strict=True)]
-    kept = []
-    for iteration, given in enumerate(made):
-        for some, new in zip(operands, given, strict=True):
-            for here, there in zip(some, new, strict=True):
-                here.copy_(there)
+        results = [called(*case, own, group) for case, own in zip(cases, operands, strict=True)]
+    history = []
+    for iteration, new in enumerate(contents):
+        for targets, sources in zip(operands, new, strict=True):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
         graph.replay()
-        found = [[result.clone() for result in some] for some in results]
-        which = iteration % len(cases)
-        kept.append([*enumerate(found), (which, called(*cases[which], operands[which], group))])
-        # A replay that still waited for its peers behind its end would now read this.
+        replayed = [[result.clone() for result in tensors] for tensors in results]
+        i = iteration % len(cases)
+        history.append([*enumerate(replayed), (i, called(*cases[i], operands[i], group))])
+        # A replay that still waits for peers after its end would read 44.
         for a, *_ in operands:
             a.view(torch.uint8).fill_(44)
     torch.cuda.synchronize()
-    for iteration, every in enumerate(kept):
-        for which, some in every:
-            right(at, *cases[which], iteration, some)
+    for iteration, calls in enumerate(history):
+        for i, tensors in calls:
+            right(at, *cases[i], iteration, tensors)
 
 
 def alike(
     name: str, world: int, schedules: Sequence[str], **fixed: Any
 ) -> list[tuple[str, subjects.Case]]:
-    """Calls of equal rows, contiguous, as graphs can have them; products are in bfloat16."""
+    """Return cases that graphs can capture: equal rows, contiguous operands; GEMMs in bfloat16."""
     if name in OPERATORS:
         fixed = {"sizes": (64, 96), "dtype": "bfloat16", **fixed}
     cases = drawn(name, world, schedules, ("equal",), layout="", **fixed)
@@ -363,7 +363,7 @@ def alike(
 
 
 def first_in_a_graph(at: Rank, cases: Sequence[tuple[str, subjects.Case]]) -> None:
-    """A group's first calls are captured, then others."""
+    """Capture the first calls of a group, then later calls."""
     group = everyone(at)
     in_one_graph(at, cases, group)
     in_one_graph(at, cases[::-1], group)
@@ -387,7 +387,7 @@ def test_sums_in_one_graph(world: int, operator: str, schedule: str) -> None:
 @ranks(2, 4)
 @pytest.mark.parametrize("sizes", [(64, 96), (64, 4096), (64, 12288), (64, 97)])
 def test_two_shots_in_one_graph(world: int, sizes: tuple[int, int]) -> None:
-    """Of one share of the sums and of many, and of rows that no launch exchanges."""
+    """Sums in one share and in several, and rows of 97 elements, which no launch exchanges."""
     names = ["two-shot", "one-shot", "two-shot", "two-shot:pieces=3", "two-shot"]
     run(
         world,
@@ -407,40 +407,39 @@ def test_gathers_in_one_graph(world: int, schedules: Sequence[str]) -> None:
 @hopper
 @on_ranks(2)
 def test_tiled_calls_captured_on_every_stream(at: Rank) -> None:
-    """First calls, whose lists go to the device while a caller captures, on each of the streams
-    that PyTorch hands out by turns."""
+    """First calls upload their worklists during a capture, on each stream of PyTorch's pool."""
     group, case = everyone(at), equal(at.world, 64, 64, 48, dtype="bfloat16", schedule="tiled")
     exact(at, case, 0, group)
     for i in range(1, POOLED + 1):
-        one = case.on(rows=(64 + 8 * i,) * at.world)
-        Graphed(at, one, group, torch.cuda.Stream()).exact(i, 1)
+        longer = case.on(rows=(64 + 8 * i,) * at.world)
+        Graphed(at, longer, group, torch.cuda.Stream()).exact(i, 1)
     leave(group)
 
 
 def _two_groups(at: Rank, schedules: Sequence[str], in_order: bool) -> None:
-    """Graphs of two groups, each on a stream of its own. Graphs of tiled products are replayed in
-    an order that no two ranks share; eager calls go between others."""
+    """Replay graphs of two groups on two streams: in one order with eager calls, or without, in an
+    order that differs between ranks."""
     local, case = random.Random(at.rank), equal(at.world, 512, 2048, 512, dtype="bfloat16")
     cases = [case.on(schedule=name) for name in schedules]
     groups = [everyone(at) for _ in cases]
     graphs = [Graphed(at, case, group) for case, group in zip(cases, groups, strict=True)]
     streams = [torch.cuda.Stream() for _ in cases]
-    kept = []
-    for graphed in graphs:  # loads kernels, for which CUDA waits for the device
+    history = []
+    for graphed in graphs:  # loads kernels; CUDA waits for the device before it loads one
         graphed.exact(1000, 1)
     for iteration in range(40):
         for which in range(2) if in_order else local.sample(range(2), 2):
-            made = make(at, cases[which], 2 * iteration + which, groups[which])
+            sample = make(at, cases[which], 2 * iteration + which, groups[which])
             streams[which].wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(streams[which]):
-                kept.append((cases[which], graphs[which].replay(made), made))
+                history.append((cases[which], graphs[which].replay(sample), sample))
                 if in_order:
                     torch.cuda._sleep(local.randrange(3) * MILLISECOND // 4)
-                    eager = call(cases[which], made.a, made.b, groups[which])
-                    kept.append((cases[which], eager, made))
+                    eager = call(cases[which], sample.a, sample.b, groups[which])
+                    history.append((cases[which], eager, sample))
     torch.cuda.synchronize()
-    for case, results, made in kept:
-        verify(case, results, made, f"rank {at.rank}:")
+    for case, results, sample in history:
+        verify(case, results, sample, f"rank {at.rank}:")
     graphs.clear()
     leave(*groups)
 
@@ -459,30 +458,30 @@ def test_graphs_of_two_groups_in_any_order(world: int) -> None:
 
 
 def _growth_beside_recordings(at: Rank) -> None:
-    """One thread's calls are recorded, each at its second sight, while memory of another's, which
-    need more every time, is freed behind a wait for the device."""
+    """One thread's calls are recorded, while growing calls of another thread free memory after they
+    wait for the device."""
     from ficco.dma import memories
 
     groups = [everyone(at) for _ in range(2)]
 
     def recorded(i: int) -> None:
-        made = make(at, case := equal(at.world, 16, 32, 24, schedule="growing"), i, groups[0])
+        sample = make(at, case := equal(at.world, 16, 32, 24, schedule="growing"), i, groups[0])
         for _ in range(3):
-            verify(case, call(case, made.a, made.b, groups[0]), made, f"recorded call {i}:")
+            verify(case, call(case, sample.a, sample.b, groups[0]), sample, f"recorded call {i}:")
 
     def growing(i: int) -> None:
         exact(at, equal(at.world, 8 * (i + 1), 64, 32, schedule="hetero-fused-1d"), i, groups[1])
 
-    def work(one: Callable[[int], None]) -> None:
+    def work(body: Callable[[int], None]) -> None:
         torch.cuda.set_device(at.device)
         with torch.cuda.stream(torch.cuda.Stream()):
             for i in range(60):
-                one(i)
+                body(i)
 
     with ThreadPoolExecutor(2) as threads:
-        for ended in [threads.submit(work, one) for one in (recorded, growing)]:
-            ended.result()
-    # What could not be freed while the other thread went on is, now.
+        for future in [threads.submit(work, body) for body in (recorded, growing)]:
+            future.result()
+    # This call frees the memory whose release was postponed while the other thread ran.
     exact(at, equal(at.world, 8 * 62, 64, 32, schedule="hetero-fused-1d"), 0, groups[1])
     assert not memories.unwanted
     leave(*groups)
@@ -499,26 +498,26 @@ def test_memory_is_freed_beside_recorded_calls(world: int) -> None:
 )
 @on_ranks(2)
 def test_operands_freed_right_after_the_call(at: Rank, schedule: str, layout: str) -> None:
-    """The caching allocator hands an operand's memory out again right behind the call."""
+    """The caching allocator may reuse the memory of an operand as soon as the call returns."""
     case = equal(at.world, 256, 512, 256, dtype="bfloat16", schedule=schedule, a=layout)
     exact(at, case, 0)
-    wanted, found = [], []
+    samples, outputs = [], []
     torch.cuda.synchronize()
     for iteration in range(40):
-        made = make(at, case, iteration)
-        a, b = made.a, made.b
-        wanted.append(made)
-        # Let the host run ahead, so that everything below is enqueued before the call begins.
+        sample = make(at, case, iteration)
+        a, b = sample.a, sample.b
+        samples.append(sample)
+        # The host runs ahead: all operations below are enqueued before the call begins.
         torch.cuda._sleep((1 + (iteration + at.rank) % 3) * MILLISECOND)
-        found.append(call(case, a, b))
+        outputs.append(call(case, a, b))
         size, other = a.untyped_storage().nbytes(), b.untyped_storage().nbytes()
-        made.a = made.b = None  # type: ignore[assignment]
+        sample.a = sample.b = None  # type: ignore[assignment]
         del a, b
         for nbytes in (size, other):
             torch.empty(nbytes, dtype=torch.uint8, device=at.device).fill_(0x7F)
     torch.cuda.synchronize()
-    for iteration, (results, made) in enumerate(zip(found, wanted, strict=True)):
-        verify(case, results, made, f"rank {at.rank}, iteration {iteration}:")
+    for iteration, (results, sample) in enumerate(zip(outputs, samples, strict=True)):
+        verify(case, results, sample, f"rank {at.rank}, iteration {iteration}:")
 
 
 # Jitter.
@@ -531,14 +530,14 @@ def jittered(
     kinds: Sequence[Any],
     once: Callable[[int, Any], tuple[torch.Tensor, torch.Tensor]],
 ) -> int:
-    """Calls of ``kinds`` on three streams, ranks out of step, looked at on the GPU, each after six
-    later ones. ``once`` gets the number of a call and its kind, and gives its result and the right
-    one. A graph stays on a stream, and so does a call whose operands lie where they lay."""
+    """Run calls of ``kinds`` on three streams, with ranks out of step. ``once`` takes the number
+    and the kind of a call, and returns its result and the right one. The GPU compares the results
+    after six later calls. Graphs and resident calls stay on one stream."""
     shared, local = random.Random(seed), random.Random(1000 * seed + at.rank)
     streams = [torch.cuda.Stream() for _ in range(3)]
     wrong = torch.zeros(calls, dtype=torch.bool, device=at.device)
-    kept: list[tuple[int, torch.cuda.Stream, torch.Tensor, torch.Tensor]] = []
-    told: list[Any] = []
+    pending: list[tuple[int, torch.cuda.Stream, torch.Tensor, torch.Tensor]] = []
+    log: list[Any] = []
 
     def look(index: int, stream: torch.cuda.Stream, y: torch.Tensor, want: torch.Tensor) -> None:
         with torch.cuda.stream(stream):
@@ -547,7 +546,7 @@ def jittered(
     def none_is_wrong() -> None:
         torch.cuda.synchronize()
         bad = wrong.nonzero().flatten().tolist()
-        assert not bad, f"rank {at.rank}: calls {bad[:20]} are wrong: {[told[i] for i in bad[:5]]}"
+        assert not bad, f"rank {at.rank}: calls {bad[:20]} are wrong: {[log[i] for i in bad[:5]]}"
 
     settle(at)
     for index in range(calls):
@@ -557,15 +556,15 @@ def jittered(
         with torch.cuda.stream(stream):
             if local.random() < 0.2:
                 torch.cuda._sleep(local.randrange(MILLISECOND))
-            kept.append((index, stream, *once(index, kind)))
-        told.append(kind)
+            pending.append((index, stream, *once(index, kind)))
+        log.append(kind)
         if local.random() < 0.02:
             time.sleep(local.random() * 0.005)
-        if len(kept) > 6:
-            look(*kept.pop(0))
+        if len(pending) > 6:
+            look(*pending.pop(0))
         if index % 250 == 249:
             none_is_wrong()
-    for entry in kept:
+    for entry in pending:
         look(*entry)
     none_is_wrong()
     return calls
@@ -574,31 +573,31 @@ def jittered(
 def known(
     at: Rank, name: str, case: subjects.Case, iteration: int, backward: bool = False
 ) -> tuple[Any, ...]:
-    """A kind of calls for :func:`once_known`: its operands, gradients of its results if it has a
-    ``backward``, and what it is to give, of which there is one dtype."""
-    every, results, grads = reference(SUBJECTS[name], case, at.world, iteration)
-    given = on_device(at, name, case, iteration)
-    wanted = [one.grad for one in every[at.rank]] if backward else results[at.rank]
-    flat = torch.cat([one.detach().flatten() for one in wanted if one is not None])
-    own = [one.to(given[0]) for one in grads[at.rank]] if backward else []
-    return name, case, given, own, flat.to(given[0])
+    """Return a kind of calls for :func:`once_known`: subject, case, operands, gradients of the
+    results if ``backward``, and the right results or gradients as one flat tensor."""
+    leaves, results, grads = reference(SUBJECTS[name], case, at.world, iteration)
+    operands = on_device(at, name, case, iteration)
+    wanted = [tensor.grad for tensor in leaves[at.rank]] if backward else results[at.rank]
+    flat = torch.cat([tensor.detach().flatten() for tensor in wanted if tensor is not None])
+    own = [tensor.to(operands[0]) for tensor in grads[at.rank]] if backward else []
+    return name, case, operands, own, flat.to(operands[0])
 
 
 def once_known(index: int, kind: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    name, case, given, grads, wanted = kind
+    name, case, operands, grads, wanted = kind
     count = len(SUBJECTS[name].operands)
-    leaves = [one.clone().requires_grad_(bool(grads)) for one in given[:count]]
-    found: Sequence[torch.Tensor] = called(name, case, [*leaves, *given[count:]])
+    leaves = [tensor.clone().requires_grad_(bool(grads)) for tensor in operands[:count]]
+    results: Sequence[torch.Tensor] = called(name, case, [*leaves, *operands[count:]])
     if grads:
-        found = torch.autograd.grad(found, leaves, grads)
+        results = torch.autograd.grad(results, leaves, grads)
     else:
-        for leaf in leaves:  # which a copy that outlived the call would read
+        for leaf in leaves:  # a copy still in flight after the call would read 22
             leaf.fill_(22)
-    return torch.cat([one.flatten() for one in found]), wanted
+    return torch.cat([tensor.flatten() for tensor in results]), wanted
 
 
 def _jitter(at: Rank, seed: int, calls: int, tiled: Sequence[str] = (), group: Any = None) -> int:
-    """Calls and replays of graphs; many of ``tiled``, if given."""
+    """Run jittered calls and replays of graphs, many of them of the schedules in ``tiled``."""
     chance = random.Random(seed)
     kinds = [random_case(chance, at.world, "cuda") for _ in range(20)]
     kinds += [equal(at.world, 64, 80, 48, dtype="bfloat16", schedule=name) for name in GRAPHED]
@@ -612,21 +611,21 @@ def _jitter(at: Rank, seed: int, calls: int, tiled: Sequence[str] = (), group: A
 
     def once(index: int, kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(kind, Graphed):
-            made = make(at, kind.case, index, group)
-            return kind.replay(made)[0], made.out
+            sample = make(at, kind.case, index, group)
+            return kind.replay(sample)[0], sample.out
         if isinstance(kind, Resident):
-            made = make(at, kind.case, index, group)
-            kind.a.copy_(made.a)
-            kind.b.copy_(made.b)
-            made.a, made.b, case = kind.a, kind.b, kind.case
+            sample = make(at, kind.case, index, group)
+            kind.a.copy_(sample.a)
+            kind.b.copy_(sample.b)
+            sample.a, sample.b, case = kind.a, kind.b, kind.case
         else:
-            made, case = make(at, kind, index, group), kind
-        y = call(case, made.a, made.b, group)[0]
-        made.a.fill_(22)
-        return (y.clone() if index % 2 else y), made.out  # read at once, or only by the look
+            sample, case = make(at, kind, index, group), kind
+        y = call(case, sample.a, sample.b, group)[0]
+        sample.a.fill_(22)
+        return (y.clone() if index % 2 else y), sample.out  # read now, or only by the comparison
 
     graphs = [Graphed(at, case, group) for case in kinds[-3:]]
-    # Of more rows than all before: the graphs keep what they have.
+    # More rows than all cases above: graphs keep the smaller memory that they captured.
     kinds += [equal(at.world, rows, 64, 48, schedule="growing:pull") for rows in (300, 700, 1500)]
     residents = [
         Resident(at, equal(at.world, 48, 64, 40, dtype="bfloat16", schedule=name), group)
@@ -685,13 +684,13 @@ def test_signals(world: int, signals: str) -> None:
 
 
 def _peak(at: Rank, schedule: str) -> tuple[int, int]:
-    """Bytes beside operands and result while a capped call runs, and those of the gathered A."""
+    """Return the peak bytes of a capped call, without operands and result, and the gathered A's."""
     group = everyone(at)
     rows, k, n = 2048, 8192, 512
     exact(at, equal(at.world, 8, 64, 8, dtype="bfloat16", schedule=schedule), 0, group)
     a = torch.zeros(rows, k, dtype=torch.bfloat16, device=at.device)
     b = torch.zeros(k, n, dtype=torch.bfloat16, device=at.device)
-    torch.mm(a, b)  # the library's own workspace is there already
+    torch.mm(a, b)  # the library has allocated its workspace
     whole = rows * at.world * k * 2
     out = rows * at.world * n * 2
     settle(at)
@@ -717,28 +716,28 @@ def test_capped_memory_as_the_device_sees_it() -> None:
 
 
 def _meet(at: Rank, value: int, group: Any) -> None:
-    """A rendezvous of PyTorch's own, in which each rank sees the memory of the one before."""
-    mine = symm_mem.empty(8, dtype=torch.float32, device=at.device).fill_(at.rank + value)
+    """Run a PyTorch rendezvous, after which each rank reads the memory of the previous rank."""
+    own = symm_mem.empty(8, dtype=torch.float32, device=at.device).fill_(at.rank + value)
     torch.cuda.synchronize()
-    handle = symm_mem.rendezvous(mine, group)
+    handle = symm_mem.rendezvous(own, group)
     settle(at)
-    before = (at.rank - 1) % at.world
-    assert torch.all(handle.get_buffer(before, (8,), torch.float32) == before + value)
+    peer = (at.rank - 1) % at.world
+    assert torch.all(handle.get_buffer(peer, (8,), torch.float32) == peer + value)
     settle(at)
 
 
 def _exact_twice(at: Rank, group: Any, world: int) -> None:
-    for iteration, rows in enumerate((64, 4096)):  # the second allocates anew
+    for iteration, rows in enumerate((64, 4096)):  # the second call allocates anew
         exact(at, equal(world, rows, 64, 64, dtype="bfloat16"), iteration, group)
 
 
 @on_ranks(2, fresh=True)
 def test_rendezvous_of_pytorch_in_other_groups(at: Rank) -> None:
-    """PyTorch counts its rendezvous per process: here rank 0 has more of them than its peers."""
+    """PyTorch counts its rendezvous per process. Rank 0 runs more of them than its peers."""
     group, alone = everyone(at), [dist.new_group([rank]) for rank in range(at.world)]
     if at.rank == 0:
         exact(at, equal(1, 64, 64, 64, dtype="bfloat16"), 0, alone[0])
-    _meet(at, 1, group)  # ficco's group of one has not moved the count
+    _meet(at, 1, group)  # ficco's group of one rank has not changed the count
     if at.rank == 0:
         for nbytes in (64, 1 << 22):
             symm_mem.rendezvous(symm_mem.empty(nbytes, device=at.device), alone[0])
@@ -756,18 +755,18 @@ def memory_of(group: Any) -> str:
 
 @on_ranks(4, fresh=True)
 def test_rendezvous_of_pytorch_after_ficco_in_some_ranks(at: Rank) -> None:
-    """ficco runs in some ranks of the job only. PyTorch's rendezvous of all of them come after."""
+    """Only some ranks use ficco. PyTorch's rendezvous of all ranks follow."""
     world = dist.group.WORLD
-    for turn, some in enumerate(([0, 1], [0, 2], [1, 2, 3], [3])):
-        group = dist.new_group(some)
-        if at.rank in some:
-            _exact_twice(at, group, len(some))
-            assert memory_of(group) == ("ipc" if len(some) > 1 else "torch")
+    for turn, members in enumerate(([0, 1], [0, 2], [1, 2, 3], [3])):
+        group = dist.new_group(members)
+        if at.rank in members:
+            _exact_twice(at, group, len(members))
+            assert memory_of(group) == ("ipc" if len(members) > 1 else "torch")
         settle(at)
         _meet(at, turn, world)
         exact(at, equal(at.world, 64 << turn, 64, 64, dtype="bfloat16"), turn)
         assert memory_of(world) == "torch"
-        if at.rank in some:
+        if at.rank in members:
             leave(group)
         settle(at)
     ficco.close()
@@ -782,8 +781,7 @@ def failed(
     again: Callable[[], Any] | None = None,
     close: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
-    """What a call that fails gives, what the next one does and the end of the group, and how long
-    each takes."""
+    """Return the outcomes and seconds of a failing call, the next call and the end of the group."""
 
     def first() -> None:
         once()
@@ -791,17 +789,17 @@ def failed(
 
     steps = first, again or once, close or partial(ficco.close, group)
     names = "first", "waited", "again", "waited_again", "torn", "teardown"
-    return dict(zip(names, (one for step in steps for one in timed(step)), strict=True))
+    return dict(zip(names, (result for step in steps for result in timed(step)), strict=True))
 
 
-def assert_in_time(found: dict[str, Any]) -> None:
-    assert found["waited"] < PATIENCE_S + SLACK_S
-    assert_unusable(found)
+def assert_in_time(outcome: dict[str, Any]) -> None:
+    assert outcome["waited"] < PATIENCE_S + SLACK_S
+    assert_unusable(outcome)
 
 
 def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict[str, Any]:
-    """What survivors are told by a call, or a graph of one, and by another call, once a rank has
-    died."""
+    """Return each survivor's :func:`failed` for a call, or a replay of its graph, after ``victim``
+    is killed."""
     sums = schedule.endswith("-shot")
     operator = ficco.matmul_all_reduce if sums else ficco.all_gather_matmul
     a = torch.ones(64, 32, dtype=torch.bfloat16, device=at.device)
@@ -812,7 +810,7 @@ def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict
 
     def tear_down() -> None:
         ficco.close()
-        # destroy_process_group would wait for the dead in NCCL, which has this for such groups.
+        # destroy_process_group would wait for the dead rank in NCCL; NCCL provides an abort.
         dist.distributed_c10d._abort_process_group()
 
     with ficco.options(timeout_s=PATIENCE_S, on_timeout=mode):
@@ -828,7 +826,7 @@ def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict
             fatal = graph.replay
         settle(at)
         if at.rank == victim:
-            # Rank 0 holds the store: it dies with it.
+            # The store is in rank 0's process, and dies with it.
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.3)
         return failed(fatal, again=once, close=tear_down)
@@ -845,7 +843,7 @@ KILLED = (
     (0, "one-shot", "replay"),
     (1, "two-shot", "eager"),
     (0, "two-shot", "replay"),
-    # NCCL does not give up a communicator that a graph holds.
+    # Not by replay: NCCL does not abort a communicator that a graph holds.
     (1, "serial:collective", "eager"),
 )
 
@@ -853,7 +851,7 @@ KILLED = (
 @pytest.mark.parametrize(
     ("victim", "schedule", "how", "mode", "handles"),
     [
-        *((*one, mode, False) for one in KILLED for mode in ("abort", "raise")),
+        *((*killed, mode, False) for killed in KILLED for mode in ("abort", "raise")),
         *((1, "growing", how, "raise", True) for how in ("eager", "replay")),
     ],
 )
@@ -861,50 +859,49 @@ def test_killed_rank(victim: int, schedule: str, how: str, mode: str, handles: b
     world, work = (2, (_by_handles, False, _casualty)) if handles else (wider(), (_casualty,))
     if schedule == "serial:collective":
         need_own_gpus(world)
-    ways: dict[str, Any] = {"device": "cuda", "fresh": True, "catch": True, "timeout": 90}
-    found = run(world, *work, schedule, victim, how, mode, **ways)
-    assert isinstance(found[victim], Died) and found[victim].exitcode == -signal.SIGKILL
+    options: dict[str, Any] = {"device": "cuda", "fresh": True, "catch": True, "timeout": 90}
+    outcomes = run(world, *work, schedule, victim, how, mode, **options)
+    assert isinstance(outcomes[victim], Died) and outcomes[victim].exitcode == -signal.SIGKILL
     for rank in set(range(world)) - {victim}:
-        mine = found[rank]
+        outcome = outcomes[rank]
         if mode == "abort":
-            assert isinstance(mine, Died), mine
-            assert mine.exitcode not in (0, None) and mine.exitcode > 0, mine
-            text = mine.output
+            assert isinstance(outcome, Died), outcome
+            assert outcome.exitcode not in (0, None) and outcome.exitcode > 0, outcome
+            text = outcome.output
             assert "SignalTimeout" in text and "on_timeout='abort'" in text, text
         else:
-            assert isinstance(mine, dict), mine
-            for one in gave_up(mine["first"]):
-                assert one["rank"] != victim
-            assert_in_time(mine)
-            text = mine["first"].text
+            assert isinstance(outcome, dict), outcome
+            for facts in gave_up(outcome["first"]):
+                assert facts["rank"] != victim
+            assert_in_time(outcome)
+            text = outcome["first"].text
         operator = "matmul_all_reduce" if schedule.endswith("-shot") else "all_gather_matmul"
-        # This rank, or another survivor, of which it has heard first.
+        # The rank that waited is this rank or another survivor, whose error arrived first.
         waited = [f"rank {peer} waited" in text for peer in range(world) if peer != victim]
         assert any(waited), text
         for word in (operator, "step", schedule):
             assert word in text, text
-        # The dead, or one that waits for it.
+        # The victim has ended, or a survivor's wait for the victim has timed out.
         assert "has ended" in text or "timeout_s=" in text, text
-        # Whom it waited for: the dead, or a survivor that itself waits for the dead. NCCL keeps
-        # that to itself.
+        # The peer is the victim, or a survivor that waits for the victim. NCCL does not name it.
         assert "for rank " in text or schedule == "serial:collective", text
 
 
 def _absent(at: Rank, victim: int, schedule: str) -> dict[str, Any] | None:
-    """A rank that lives and never calls: the group fails, others do not."""
+    """One live rank never calls: its group fails, and other groups stay usable."""
     group = everyone(at)
     case = equal(at.world, 32, 64, 32, dtype="bfloat16", schedule=schedule)
     exact(at, case, 0, group)
     exact(at, case, 1, group)
-    found = None
+    outcome = None
     if at.rank != victim:
-        made = make(at, case, 2, group)
+        sample = make(at, case, 2, group)
         with ficco.options(timeout_s=PATIENCE_S, on_timeout="raise"):
-            found = failed(lambda: call(case, made.a, made.b, group), group)
+            outcome = failed(lambda: call(case, sample.a, sample.b, group), group)
     settle(at)
     leave(group)
     exact(at, equal(at.world, 4, 4, 4), 1)
-    return found
+    return outcome
 
 
 @pytest.mark.parametrize(
@@ -919,15 +916,16 @@ def test_rank_that_never_calls(schedule: str, handles: bool) -> None:
     if schedule == "serial:collective":
         need_own_gpus(2)
     work = (_by_handles, False, _absent) if handles else (_absent,)
-    found = run(2, *work, 1, schedule, device="cuda", fresh=handles)[0]
-    for one in gave_up(found["first"]):
-        # Whom NCCL waits for it does not say.
-        assert one["peer"] == (None if schedule == "serial:collective" else 1)
-        assert one["rank"] == 0
+    outcome = run(2, *work, 1, schedule, device="cuda", fresh=handles)[0]
+    for facts in gave_up(outcome["first"]):
+        # NCCL does not name the peer.
+        assert facts["peer"] == (None if schedule == "serial:collective" else 1)
+        assert facts["rank"] == 0
     if schedule == "tiled":
-        assert found["first"].type == "SignalTimeout"
-        assert re.search(r"step 'all \d+:\d+ \(matmul", found["first"].text), found["first"].text
-    assert_in_time(found)
+        first = outcome["first"]
+        assert first.type == "SignalTimeout"
+        assert re.search(r"step 'all \d+:\d+ \(matmul", first.text), first.text
+    assert_in_time(outcome)
 
 
 @pytest.mark.parametrize(
@@ -936,20 +934,20 @@ def test_rank_that_never_calls(schedule: str, handles: bool) -> None:
 )
 @on_ranks(2)
 def test_host_that_runs_ahead_is_no_fault(at: Rank, schedule: str) -> None:
-    """A host that runs far ahead of its peers' is no fault: time counts from the call's begin."""
+    """A host that runs far ahead is no fault: the timeout counts from the begin of a call."""
     group = everyone(at)
     case = equal(at.world, 32, 64, 32, dtype="bfloat16", schedule=schedule)
     exact(at, case, 0, group)
-    made = [make(at, case, i, group) for i in range(8)]
+    samples = [make(at, case, i, group) for i in range(8)]
     settle(at)
     with ficco.options(timeout_s=2, on_timeout="raise"):
-        found = []
-        for one in made:
-            torch.cuda._sleep(500 * MILLISECOND)  # eight of them outlast the timeout
-            found.append(call(case, one.a, one.b, group))
+        outputs = []
+        for sample in samples:
+            torch.cuda._sleep(500 * MILLISECOND)  # eight sleeps exceed the timeout
+            outputs.append(call(case, sample.a, sample.b, group))
         ficco.synchronize(group)
-    for results, one in zip(found, made, strict=True):
-        verify(case, results, one, f"rank {at.rank}:")
+    for results, sample in zip(outputs, samples, strict=True):
+        verify(case, results, sample, f"rank {at.rank}:")
     leave(group)
 
 
@@ -957,7 +955,7 @@ def _out_of_memory(at: Rank, victim: int) -> dict[str, Any]:
     group = everyone(at)
     exact(at, equal(at.world, 32, 64, 32, schedule="hetero-fused-1d"), 0, group)
     case = equal(at.world, 1 << 16, 32, 1 << 10, schedule="hetero-fused-1d")
-    made = make(at, case, 2, group)
+    sample = make(at, case, 2, group)
 
     def close() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -968,22 +966,22 @@ def _out_of_memory(at: Rank, victim: int) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(1e-4)  # the result has 128 MiB
     with ficco.options(timeout_s=60, on_timeout="raise"):
-        found = failed(lambda: call(case, made.a, made.b, group), group, close=close)
-    exact(at, equal(at.world, 4, 4, 4), 1)  # other groups are well
-    return found
+        outcome = failed(lambda: call(case, sample.a, sample.b, group), group, close=close)
+    exact(at, equal(at.world, 4, 4, 4), 1)  # other groups stay usable
+    return outcome
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_without_memory_is_named_at_once(victim: int) -> None:
-    """It asks before it agrees."""
-    for rank, found in enumerate(run(2, _out_of_memory, victim, device="cuda", fresh=True)):
-        first = found["first"]
+    """A rank allocates before it agrees with its peers."""
+    for rank, outcome in enumerate(run(2, _out_of_memory, victim, device="cuda", fresh=True)):
+        first = outcome["first"]
         assert isinstance(first, Failure), first
         assert first.type == ("OutOfMemoryError" if rank == victim else "RankMismatch"), first
         assert "OutOfMemoryError" in first.text or rank == victim, first
-        assert found["waited"] < SLACK_S
-        assert isinstance(found["again"], Failure)
-        assert not isinstance(found["torn"], Failure) and found["teardown"] < SLACK_S
+        assert outcome["waited"] < SLACK_S
+        assert isinstance(outcome["again"], Failure)
+        assert not isinstance(outcome["torn"], Failure) and outcome["teardown"] < SLACK_S
 
 
 # Memory that is shared by handles.
@@ -991,8 +989,7 @@ def test_a_rank_without_memory_is_named_at_once(victim: int) -> None:
 
 @contextlib.contextmanager
 def _handles_everywhere() -> Iterator[list[int]]:
-    """Groups of all ranks, too, share memory by handles: addresses of this rank's allocations, as
-    they come and go."""
+    """Make groups of all ranks share memory by handles. Yield the addresses of live allocations."""
     from ficco.dma.cuda_driver import CudaDriver, CudaHandles
 
     live: list[int] = []
@@ -1013,7 +1010,7 @@ def _handles_everywhere() -> Iterator[list[int]]:
 
 @on_ranks(2, fresh=True)
 def test_a_tensor_outlives_its_group(at: Rank) -> None:
-    """A tensor that the caller still has when the group is closed, and what the device holds."""
+    """A tensor stays readable after its group is closed. Its memory is freed after the tensor."""
     group, other, size = everyone(at), everyone(at), 1 << 29
     with _handles_everywhere() as live:
         settle(at)
@@ -1041,18 +1038,18 @@ def test_a_tensor_outlives_its_group(at: Rank) -> None:
 
 
 def _by_handles(at: Rank, ends: bool, work: Callable[..., Any], *args: Any) -> Any:
-    """What is tested of groups of all ranks, in memory that is shared by handles. ``ends``: on all
-    ranks, and all is well."""
+    """Run ``work`` with memory that is shared by handles. ``ends``: all ranks succeed, and closing
+    frees all memory."""
     ficco.close()
     settle(at)
     with _handles_everywhere() as live:
-        found = work(at, *args)
+        result = work(at, *args)
         if ends:
             settle(at)
             ficco.close()
             settle(at)
             assert not live
-    return found
+    return result
 
 
 @pytest.mark.parametrize("signals", ["auto", "write", "copy"])
@@ -1101,7 +1098,7 @@ elif how == "destroy":
 elif how == "error":
     raise RuntimeError("on purpose")
 elif how == "in-flight" and rank == 0:
-    # The peer will not come, and this process does not wait either.
+    # The peer never calls, and this process exits without waiting for it.
     with ficco.options(timeout_s=3):
         ficco.all_gather_matmul(a, b, schedule="growing")
 """
@@ -1114,7 +1111,7 @@ elif how == "in-flight" and rank == 0:
         ("destroy", ((0,), (0,))),
         ("end", ((0,), (0,))),
         ("error", ((1,), (1,))),
-        ("in-flight", ((0, 1), (0,))),  # by itself or by the watchdog; it waits for no peer
+        ("in-flight", ((0, 1), (0,))),  # rank 0 ends by itself or by the watchdog
     ],
 )
 def test_exit(how: str, codes: tuple[tuple[int, ...], ...], tmp_path: Path) -> None:
@@ -1129,9 +1126,9 @@ def test_exit(how: str, codes: tuple[tuple[int, ...], ...], tmp_path: Path) -> N
 
 
 @on_ranks(1)
-def test_the_library_adds_what_lies_elsewhere(at: Rank) -> None:
+def test_cublaslt_adds_a_separate_addend(at: Rank) -> None:
     lt, stream = CublasLt(), torch.cuda.current_stream().cuda_stream
-    room = torch.empty(WORKSPACE, dtype=torch.uint8, device=at.device)
+    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=at.device)
     for dtype in (torch.bfloat16, torch.float16):
         for m, n, k in ((64, 48, 32), (7, 9, 5), (130, 264, 72), (4, 6, 1)):
             for transposed in (False, True):
@@ -1141,6 +1138,6 @@ def test_the_library_adds_what_lies_elsewhere(at: Rank) -> None:
                 c = torch.randint(-9, 9, (m, n + 8), device=at.device).to(dtype)[:, :n]
                 out = torch.full((m, n + 16), 7.0, device=at.device, dtype=dtype)
                 assert CublasLt.serves(c, a, b, out[:, :n])
-                assert lt.multiply(c, a, b, out[:, :n], room, stream)
+                assert lt.multiply(c, a, b, out[:, :n], workspace, stream)
                 assert torch.equal(out[:, :n].double(), c.double() + a.double() @ b.double())
                 assert (out[:, n:] == 7).all()

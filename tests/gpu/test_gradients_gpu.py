@@ -1,4 +1,4 @@
-"""Gradients on GPUs: streams, memory, and what of ``test_gradients.py`` depends on the device."""
+"""Gradients on GPUs: streams, memory, and device-dependent tests of ``test_gradients.py``."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ def test_one_group_on_several_streams(save: bool) -> None:
 
 
 def _peak(at: Rank, save: bool) -> tuple[int, int]:
-    """Bytes that PyTorch holds between forward and backward, and at most in the backward."""
-    kind: Any = {"device": at.device, "dtype": torch.bfloat16, "requires_grad": True}
-    a, b = torch.randn(256, 1024, **kind), torch.randn(1024, 64, **kind)
+    """Bytes that PyTorch holds between forward and backward, and their peak in the backward."""
+    options: Any = {"device": at.device, "dtype": torch.bfloat16, "requires_grad": True}
+    a, b = torch.randn(256, 1024, **options), torch.randn(1024, 64, **options)
     held = peak = 0
     for _ in range(3):
         a.grad = b.grad = None
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        baseline = torch.cuda.memory_allocated()
         with ficco.options(save_gathered=save):
             y = ficco.all_gather_matmul(a, b)
         loss = y.sum()
         del y
-        held = torch.cuda.memory_allocated() - before
+        held = torch.cuda.memory_allocated() - baseline
         torch.cuda.reset_peak_memory_stats()
         loss.backward()
-        peak = torch.cuda.max_memory_allocated() - before
+        peak = torch.cuda.max_memory_allocated() - baseline
         del loss
     return held, peak
 
 
 def test_memory_of_both_options() -> None:
-    """Kept: the m k elements of the gathered A from forward to backward. Gathered again: none of
-    them until the backward, which then holds as many."""
-    again, kept = (run(2, _peak, save, device="cuda")[0] for save in (False, True))
+    """With ``save_gathered`` the forward keeps the m k elements of the gathered A. Without it
+    only the backward holds them."""
+    regathered, saved = (run(2, _peak, save, device="cuda")[0] for save in (False, True))
     gathered = 2 * 256 * 1024 * 2
-    assert again[0] < gathered / 2 < gathered <= kept[0] < 1.5 * gathered, (again, kept)
-    assert again[1] >= gathered
+    assert regathered[0] < gathered / 2 and regathered[1] >= gathered, regathered
+    assert gathered <= saved[0] < 1.5 * gathered, saved

@@ -1,7 +1,7 @@
 """Groups on several hosts on GPUs. Ranks of one machine stand for hosts by ``FICCO_HOST``.
 
-Where each rank has a GPU of its own, NCCL goes between the hosts; where ranks share one
-(``FICCO_TESTS_RANKS_PER_GPU``), gloo does. No second machine takes part, nor a network card.
+NCCL moves data between the hosts if each rank has a separate GPU, gloo if ranks share a GPU
+(``FICCO_TESTS_RANKS_PER_GPU``). The tests use one machine and no network card.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ from ficco.schedules import Schedule, refusal
 
 pytestmark = pytest.mark.multigpu
 
-#: What NCCL's ranks of one machine need to meet over sockets, as those of several do.
+#: Variables that make NCCL's ranks of one machine communicate over sockets.
 SOCKETS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
-HOW = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+SIGNALS = pytest.mark.parametrize(
+    "sig", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"]
+)
 
 
 def _over(at: Rank, hosts: int, cases: Sequence[tuple[str, Case]]) -> int:
@@ -59,22 +61,22 @@ def test_more_hosts_and_ranks_than_in_the_contract(name: str, hosts: int, local:
 
 
 def _ahead(at: Rank, hosts: int, calls: int, names: Sequence[str]) -> int:
-    """More calls than the queues of a GPU hold, all behind a kernel that takes its time."""
+    """Enqueue more calls than a GPU's queues hold, all after a long kernel."""
     with host_of(at, hosts), ficco.options(timeout_s=60, on_timeout="raise"):
         cases = [
             equal(at.world, 8 + 4 * i, 32, 24, dtype="bfloat16", schedule=s)
             for i, s in enumerate(names)
         ]
-        made = [make(at, case, i) for i, case in enumerate(cases)]
-        for case, one in zip(cases, made, strict=True):
-            call(case, one.a, one.b)
+        operands = [make(at, case, i) for i, case in enumerate(cases)]
+        for case, own in zip(cases, operands, strict=True):
+            call(case, own.a, own.b)
         torch.cuda.synchronize()
         torch.cuda._sleep(300 * MILLISECOND * (1 + at.rank % 2))
         turns = [number % len(cases) for number in range(calls)]
-        found = [call(cases[turn], made[turn].a, made[turn].b) for turn in turns]
+        results = [call(cases[turn], operands[turn].a, operands[turn].b) for turn in turns]
         ficco.synchronize()
-        for turn, results in zip(turns, found, strict=True):
-            verify(cases[turn], results, made[turn])
+        for turn, outputs in zip(turns, results, strict=True):
+            verify(cases[turn], outputs, operands[turn])
     return calls
 
 
@@ -83,8 +85,8 @@ def _ahead(at: Rank, hosts: int, calls: int, names: Sequence[str]) -> int:
 def test_more_calls_than_queues_hold(world: int, connections: int) -> None:
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)}
     names = ("hetero-fused-1d:pieces=4", "growing", "uniform-fused-2d", "shard-overlap:pieces=3")
-    where: Any = {"device": "cuda", "fresh": True, "env": env, "timeout": 90}
-    assert run(world, _ahead, 2, 400, names, **where) == [400] * world
+    options: Any = {"device": "cuda", "fresh": True, "env": env, "timeout": 90}
+    assert run(world, _ahead, 2, 400, names, **options) == [400] * world
 
 
 def _jitter(at: Rank, hosts: int, calls: int) -> int:
@@ -125,7 +127,7 @@ def captured_over_hosts() -> list[str]:
         ("experts", "auto"),
     ],
 )
-def test_calls_are_captured_where_nccl_goes_between(name: str, schedule: str) -> None:
+def test_calls_are_captured_with_nccl_between_hosts(name: str, schedule: str) -> None:
     need_own_gpus(2)
     cases = alike(name, 2, [schedule] * (SLOTS + 1))
     assert run(2, _captured, 2, cases, device="cuda") == [None, None]
@@ -133,47 +135,47 @@ def test_calls_are_captured_where_nccl_goes_between(name: str, schedule: str) ->
 
 def _long(at: Rank, schedule: str) -> None:
     case = equal(at.world, 2048, 2048, 40, dtype="bfloat16", schedule=schedule)
-    made = make(at, case, 0)
+    operands = make(at, case, 0)
 
     def renew(iteration: int) -> None:
         new = make(at, case, iteration)
-        made.a.copy_(new.a)
-        made.b.copy_(new.b)
+        operands.a.copy_(new.a)
+        operands.b.copy_(new.b)
 
     with host_of(at, 2):
         exact(at, case, 0)
-        replays(at, lambda: call(case, made.a, made.b)[0], renew)
+        replays(at, lambda: call(case, operands.a, operands.b)[0], renew)
 
 
 @pytest.mark.parametrize("schedule", ["serial", "hetero-fused-1d:pieces=2", "uniform-fused-2d"])
-def test_long_messages_are_captured_where_nccl_goes_between(schedule: str) -> None:
-    """NCCL registers the memory of these in a graph, which it has to do on both sides."""
+def test_long_messages_are_captured_with_nccl_between_hosts(schedule: str) -> None:
+    """In a graph NCCL registers the memory of long messages, which both sides have to do."""
     need_own_gpus(2)
     run(2, _long, schedule, device="cuda")
 
 
-def test_calls_in_a_capture_are_refused_where_gloo_goes_between() -> None:
+def test_calls_in_a_capture_are_refused_with_gloo_between_hosts() -> None:
     if backend_on_gpus(2) == "nccl":
         pytest.skip("NCCL goes between hosts of one rank here; ranks that share a GPU have gloo")
     cases = alike("all_gather_matmul", 2, ["growing"] * (SLOTS + 1))
-    for found in run(2, _captured, 2, cases, device="cuda", fresh=True):
-        assert found.type == "NotImplementedError", found
-        assert "gloo moves the data between the hosts of this group" in found.text
+    for error in run(2, _captured, 2, cases, device="cuda", fresh=True):
+        assert error.type == "NotImplementedError", error
+        assert "gloo moves the data between the hosts of this group" in error.text
 
 
 # Faults.
 
 
 def attends(at: Rank, group: Any) -> None:
-    """Attention to keys that are gathered, and by heads, with gradients."""
-    kind: Any = {"device": at.device, "dtype": torch.bfloat16, "requires_grad": True}
-    shards = [torch.ones(1, 8, 64, 64, **kind) for _ in "qkv"]
+    """Attention with gathered keys and by heads, with gradients."""
+    options: Any = {"device": at.device, "dtype": torch.bfloat16, "requires_grad": True}
+    shards = [torch.ones(1, 8, 64, 64, **options) for _ in "qkv"]
     out = ficco.all_gather_attention(*shards, causal=True, placement="head-tail", group=group)
     out.sum().backward()
     ficco.ulysses_attention(*shards, causal=True, group=group).sum().backward()
 
 
-@HOW
+@SIGNALS
 @pytest.mark.parametrize(
     ("world", "victims", "calls"),
     [
@@ -183,19 +185,19 @@ def attends(at: Rank, group: Any) -> None:
     ],
 )
 def test_every_survivor_learns_of_a_lost_rank(
-    world: int, victims: tuple[int, ...], calls: Callable[..., None], how: int
+    world: int, victims: tuple[int, ...], calls: Callable[..., None], sig: int
 ) -> None:
-    where: Any = {"device": "cuda", "fresh": True, "catch": True, "lost": victims}
-    assert_all_learn(run(world, bereaved, victims, how, 2, None, calls, **where), victims)
+    options: Any = {"device": "cuda", "fresh": True, "catch": True, "lost": victims}
+    assert_all_learn(run(world, bereaved, victims, sig, 2, None, calls, **options), victims)
 
 
-# NCCL as between machines: over sockets, since it takes the ranks for those of several.
+# NCCL over sockets, as between machines: different host names make it use the network.
 
 WIRE: Any = {"device": "cuda", "backend": "gloo", "fresh": True, "env": SOCKETS}
 
 
 def _over_sockets(at: Rank, fn: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with an NCCL group that was made when the ranks were on different hosts."""
+    """Call a function with an NCCL group whose ranks have different host names."""
     os.environ["NCCL_HOSTID"] = f"host-{at.rank}"
     return fn(at, *args, dist.new_group(list(range(at.world)), backend="nccl"))
 
@@ -219,9 +221,9 @@ def test_nccl_over_sockets() -> None:
     assert first == second > 20
 
 
-@HOW
-def test_a_rank_lost_behind_sockets(how: int) -> None:
+@SIGNALS
+def test_a_rank_lost_over_sockets(sig: int) -> None:
     need_own_gpus(2)
-    found = run(2, _over_sockets, bereaved, (1,), how, 2, catch=True, lost=(1,), **WIRE)
-    assert isinstance(found[0], tuple) and isinstance(found[0][0], Failure), found[0]
-    assert_all_learn(found, (1,))
+    outcomes = run(2, _over_sockets, bereaved, (1,), sig, 2, catch=True, lost=(1,), **WIRE)
+    assert isinstance(outcomes[0], tuple) and isinstance(outcomes[0][0], Failure), outcomes[0]
+    assert_all_learn(outcomes, (1,))

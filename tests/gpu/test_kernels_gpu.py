@@ -26,78 +26,78 @@ MILLISECOND = 1_800_000
 
 
 def _exact(at: Rank) -> None:
-    mine, stream = loaded(at.device)
+    kernels, stream = loaded(at.device)
     for shape in RECTANGLES:
-        rectangle(mine, shape, "cuda", stream)
+        rectangle(kernels, shape, "cuda", stream)
     rng = random.Random(5)
     for _ in range(150):
         width = rng.choice([1, 2, 15, 16, 17, 100, 1000, 4096, 100_000])
         pitches = [width + rng.choice([0, 1, 2, 16, 240]) for _ in range(2)]
         to, begin = rng.randrange(32), rng.randrange(32)
         shape = (to, pitches[0], begin, pitches[1], width, rng.choice([1, 2, 33, 200]))
-        rectangle(mine, shape, "cuda", stream, rng.choice([1, 8, 32, 500]))
+        rectangle(kernels, shape, "cuda", stream, rng.choice([1, 8, 32, 500]))
     for check in CHECKS:
-        check(mine, "cuda", stream)
+        check(kernels, "cuda", stream)
 
 
 def _large(at: Rank) -> None:
-    """More bytes than 32 bits count."""
-    mine, stream = loaded(at.device)
+    """Copies of more bytes than 32 bits count."""
+    kernels, stream = loaded(at.device)
     nbytes = (5 << 30) + 3
     src = torch.arange(nbytes // 8 + 1, device="cuda").view(torch.uint8)[:nbytes]
     dst = torch.zeros_like(src)
-    mine.place(dst, src, stream)
+    kernels.place(dst, src, stream)
     assert torch.equal(dst, src)
     dst.zero_()
-    mine.place(dst[1:], src[:-1], stream)  # by bytes, in several launches
+    kernels.place(dst[1:], src[:-1], stream)  # by bytes, in several launches
     assert torch.equal(dst[1:], src[:-1]) and dst[0] == 0
     rows = src[: 5 << 30].view(-1, 1 << 16)
     dst = torch.zeros(rows.shape[0], (1 << 16) + 24, dtype=torch.uint8, device="cuda")[:, :-24]
-    mine.place(dst, rows, stream)
+    kernels.place(dst, rows, stream)
     assert torch.equal(dst, rows)
 
 
 def _signals(at: Rank) -> None:
-    mine, _ = loaded(at.device)
+    kernels, _ = loaded(at.device)
     words = torch.zeros(100, dtype=torch.int32, device="cuda")
     late = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    wanted = [(words.data_ptr() + 4 * i, 1 + i) for i in range(100)]
-    data, seen = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
+    words_and_values = [(words.data_ptr() + 4 * i, 1 + i) for i in range(100)]
+    data, copied = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
     poster, waiter = torch.cuda.Stream(), torch.cuda.Stream()
-    over = torch.cuda.Event()
-    # Whatever runs beside the waiting kernel is loaded before: loading waits for the device.
+    waited = torch.cuda.Event()
+    # Load all kernels before the waiting kernel runs: loading a kernel waits for the device.
     torch.cuda._sleep(1)
     data.fill_(0.0)
-    seen.copy_(data)
-    mine.post(wanted, waiter.cuda_stream)
-    mine.wait(wanted, 20.0, late.data_ptr(), waiter.cuda_stream)
+    copied.copy_(data)
+    kernels.post(words_and_values, waiter.cuda_stream)
+    kernels.wait(words_and_values, 20.0, late.data_ptr(), waiter.cuda_stream)
     torch.cuda.synchronize()
     words.zero_()
     torch.cuda.synchronize()
     with torch.cuda.stream(waiter):
-        mine.wait(wanted, 20.0, late.data_ptr(), waiter.cuda_stream)
-        seen.copy_(data)
-        over.record()
+        kernels.wait(words_and_values, 20.0, late.data_ptr(), waiter.cuda_stream)
+        copied.copy_(data)
+        waited.record()
     with torch.cuda.stream(poster):
         torch.cuda._sleep(200 * MILLISECOND)
         data.fill_(5.0)
-        mine.post(wanted, poster.cuda_stream)
+        kernels.post(words_and_values, poster.cuda_stream)
     time.sleep(0.05)
-    assert not over.query(), "the wait ended before its post"
+    assert not waited.query(), "the wait ended before its post"
     torch.cuda.synchronize()
-    assert late.item() == 0 and seen.item() == 5.0
+    assert late.item() == 0 and copied.item() == 5.0
     assert words.tolist() == list(range(1, 101))
 
 
 def _deadline(at: Rank) -> None:
-    mine, stream = loaded(at.device)
+    kernels, stream = loaded(at.device)
     words = torch.ones(70, dtype=torch.int32, device="cuda")
     words[67] = 0
     late = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     torch.cuda.synchronize()
     begin = time.monotonic()
-    some = [(words.data_ptr() + 4 * i, 1) for i in range(70)]
-    mine.wait(some, 0.5, late.data_ptr(), stream)
+    words_and_values = [(words.data_ptr() + 4 * i, 1) for i in range(70)]
+    kernels.wait(words_and_values, 0.5, late.data_ptr(), stream)
     torch.cuda.synchronize()
     assert 0.45 < time.monotonic() - begin < 3.0
     assert late.item() == 68
@@ -113,9 +113,9 @@ def _shares(at: Rank) -> dict[str, float]:
 
 
 def test_bandwidth_is_that_of_a_copy() -> None:
-    (found,) = run(1, _shares, device="cuda")
-    del found["copy_"]
-    assert not too_slow(found), found
+    (measured,) = run(1, _shares, device="cuda")
+    del measured["copy_"]
+    assert not too_slow(measured), measured
 
 
 # The mover of the CUDA engine.
@@ -131,26 +131,26 @@ def _enqueued(at: Rank, schedule: str, signals: str) -> list[str]:
     (bound,) = workspace.programs.values()
     program = next(iter(bound.programs.values()))
     run = program.state["run"]
-    found = [_told(op) for op in run.body]
+    descriptions = [_described(op) for op in run.body]
     ficco.close(group)
     torch.distributed.destroy_process_group(group)
-    return [text for text in found if text]
+    return [description for description in descriptions if description]
 
 
-def _told(op: Any) -> str:
+def _described(op: Any) -> str:
     around = getattr(op, "around", None)
     if around is not None:
-        front, rear = (Counter(one.kind for one in ops) for ops in (around.front, around.rear))
+        front, rear = (Counter(each.kind for each in ops) for ops in (around.front, around.rear))
         counts = front[WAIT_32], rear[WRITE_32], rear[WAIT_32]
         return "{} waits, a launch, {} writes, {} waits".format(*counts)
-    return " ".join(one.kind for one in getattr(op, "ops", ()))
+    return " ".join(operation.kind for operation in getattr(op, "ops", ()))
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("signals", ["write", "copy"])
-def test_a_launch_sees_to_its_signals(signals: str) -> None:
-    """The stream itself waits for nothing but beside products."""
+def test_a_launch_includes_its_signals(signals: str) -> None:
+    """The stream itself waits only if products run at the same time."""
     front = ["1 waits, a launch, 2 writes, 1 waits"]
     assert run(2, _enqueued, "serial:kernel", signals, device="cuda") == [front] * 2
-    beside = ["WAIT_VALUE_32", "0 waits, a launch, 2 writes, 0 waits", "WAIT_VALUE_32"]
-    assert run(2, _enqueued, "growing:kernel", signals, device="cuda") == [beside] * 2
+    overlapped = ["WAIT_VALUE_32", "0 waits, a launch, 2 writes, 0 waits", "WAIT_VALUE_32"]
+    assert run(2, _enqueued, "growing:kernel", signals, device="cuda") == [overlapped] * 2

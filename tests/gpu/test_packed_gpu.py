@@ -38,21 +38,21 @@ def _graphs(at: Rank) -> None:
     case = Case((256,) * at.world, (256, 1, 8, 2, 128))
 
     def shards(iteration: int) -> list[torch.Tensor]:
-        made = SUBJECTS["all_gather_attention"].make(case, at.rank, iteration)
-        return [one.to(at.device, torch.bfloat16) for one in made]
+        operands = SUBJECTS["all_gather_attention"].make(case, at.rank, iteration)
+        return [operand.to(at.device, torch.bfloat16) for operand in operands]
 
     q, k, v = shards(0)
 
     def call() -> torch.Tensor:
         with served() as calls:
             out = ficco.all_gather_attention(q, k, v, causal=True, cu_seqlens=bounds)
-        if torch.cuda.is_current_stream_capturing():  # others may be replayed
-            assert calls.call_count > 0  # where documents begin was known from eager calls
+        if torch.cuda.is_current_stream_capturing():  # eager calls may be replays
+            assert calls.call_count > 0  # the bounds of documents are cached by eager calls
         return out
 
     def renew(iteration: int) -> None:
-        for here, there in zip((q, k, v), shards(iteration), strict=True):
-            here.copy_(there)
+        for old, new in zip((q, k, v), shards(iteration), strict=True):
+            old.copy_(new)
 
     replays(at, call, renew)
 

@@ -1,4 +1,4 @@
-"""The replay of arrivals on a GPU: exact results, signals on time, and one that never comes."""
+"""The replay of arrivals on a GPU: exact results, signals on time, and a missing signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ficco.tools.bench.replay import Replayed, ReplayOperands, ReplayWatch, prov
 pytestmark = pytest.mark.gpu
 
 WORLD = 4
-#: Microseconds by which a signal may be off: own copies and those of the courier meet.
+#: Tolerance of a signal's time in microseconds: the rank's copies compete with the courier's.
 OFF_US = 8.0
 
 
@@ -83,15 +83,15 @@ def test_every_schedule_is_exact(rank: int) -> None:
         assert (name in proofs) == tiles, proofs
 
 
-#: Groups of calls, of which one has to be on time: another program on the GPU delays signals.
+#: Groups of calls. One group has to be on time; another program on the GPU can delay the others.
 TRIES = 10
 
 
 def _times(
     at: Rank, schedule: str, operator: str, mode: str
 ) -> tuple[list[float], list[float], list[float], str]:
-    """Seconds of calls, errors of their signals' times, planned times of the signals, and the clock
-    of the courier as text, for the first group of calls that is on time or the last one."""
+    """Seconds of calls, errors of the signals' times, planned times of the signals, and the
+    courier's clock as text. They are of the first group of calls on time, else the last group."""
     watch = watch_of(at)
     operands = ReplayOperands(problem_of(operator, 2048, 2048, 4096), 0, watch.device)
     operands.random(0)
@@ -100,16 +100,17 @@ def _times(
     for _ in range(TRIES):
         seconds, errors = [], []
         for turn in range(20):
-            taken = watch.clock.time(item)[0]
+            duration = watch.clock.time(item)[0]
             if turn > 5:
-                seconds.append(taken)
+                seconds.append(duration)
                 errors.append(courier.errors())
         off = [median(by_word) for by_word in zip(*errors, strict=True)]
         if max(map(abs, off)) < OFF_US * 1e-6:
             break
     program = watch.engine.latest
     assert program is not None
-    planned = [one.at for piece in courier.timetable(program).pieces for one in piece.arrivals]
+    pieces = courier.timetable(program).pieces
+    planned = [arrival.at for piece in pieces for arrival in piece.arrivals]
     clock = f"{schedule} {mode}: {courier.paces}, {courier.timetable(program).durations()}"
     watch.close()
     return seconds, off, planned, clock
@@ -136,8 +137,8 @@ def test_signals_are_on_time(schedule: str, operator: str, mode: str) -> None:
 
 
 def _forgetful(at: Rank, schedule: str) -> Any:
-    coming = replay.arrivals
-    replay.arrivals = lambda *args: [one for one in coming(*args) if one.signal.poster != 2]
+    arrivals = replay.arrivals
+    replay.arrivals = lambda *args: [each for each in arrivals(*args) if each.signal.poster != 2]
     watch = watch_of(at)
     with ficco.options(timeout_s=2, on_timeout="raise"):
         operands = ReplayOperands(problem_of("all_gather_matmul", 512, 256, 384), 0, watch.device)

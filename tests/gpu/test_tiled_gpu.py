@@ -1,5 +1,5 @@
-"""The product whose tiles wait, on a Hopper GPU: exact, ordered, bounded, and in a graph. The
-Triton kernel, which is meant for MI300X, is tried there, too."""
+"""The tiled product on a Hopper GPU: exact results, gates, announcements and deadlines. The Triton
+kernel for MI300X runs there, too."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def products_of(kernel: str) -> TiledProducts:
     return TiledProducts(torch.device("cuda", index), binding.processors, TritonKernel(binding))
 
 
-@pytest.fixture(params=KERNELS, ids=lambda one: "-".join([one[0], *map(str, one[1])]))
+@pytest.fixture(params=KERNELS, ids=lambda pair: "-".join([pair[0], *map(str, pair[1])]))
 def chosen(request: pytest.FixtureRequest) -> Chosen:
     kernel, tiling = request.param
     if kernel == "triton" and find_spec("triton") is None:
@@ -134,7 +134,7 @@ def test_scaled_products_are_exact(
 
 @pytest.mark.parametrize("tiling", H100_PRECISE.multiply, ids=str)
 def test_sums_of_float8_keep_float32(tiling: Tiling) -> None:
-    """Terms of 1 / 512 that follow a sum of 1024 are not lost."""
+    """Terms of 1 / 512 after a sum of 1024 are not lost."""
     types = TileTypes(E4M3, E4M3, torch.float16, precise=True)
     tiles = listed(Work((128,), 128, 1024), tiling, Cut.NONE, 1, COSTS)
     call = Call(products_of("hopper"), tiles, types, False)
@@ -149,7 +149,7 @@ def test_sums_of_float8_keep_float32(tiling: Tiling) -> None:
 
 
 def test_the_same_list_gives_the_same_bits(chosen: Chosen) -> None:
-    """With values whose sums are rounded."""
+    """The sums of these values are rounded."""
     tiles = tiles_of(chosen, Work((513, 130), 520, 4096))
     call = Call(chosen[0], tiles, torch.bfloat16, True)
     for tensor in (*call.a, call.b):
@@ -159,7 +159,7 @@ def test_the_same_list_gives_the_same_bits(chosen: Chosen) -> None:
         call.launch()
         results.append(torch.cat(call.out).clone())
     torch.cuda.synchronize()
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert all(torch.equal(results[0], result) for result in results[1:])
     right = torch.cat([a.double() @ call.b.double() for a in call.a])
     assert float((results[0].double() - right).norm() / right.norm()) < 5e-3
 
@@ -172,13 +172,13 @@ def test_operands_that_the_hardware_cannot_address(chosen: Chosen) -> None:
     def shifted(rows: int, columns: int) -> torch.Tensor:
         return torch.zeros(rows, columns + 8, device="cuda", dtype=call.dtype)[:, 1 : columns + 1]
 
-    def odd(rows: int, columns: int) -> torch.Tensor:
+    def odd_pitch(rows: int, columns: int) -> torch.Tensor:
         return torch.zeros(rows, columns + 3, device="cuda", dtype=call.dtype)[:, :columns]
 
-    def turned(rows: int, columns: int) -> torch.Tensor:
+    def transposed(rows: int, columns: int) -> torch.Tensor:
         return torch.zeros(columns, rows, device="cuda", dtype=call.dtype).t()
 
-    for make in (shifted, odd, turned):
+    for make in (shifted, odd_pitch, transposed):
         for replaced in ("a", "b", "out", "all"):
             if replaced in ("a", "all"):
                 call.a = [make(rows, k), call.a[1]]
@@ -192,7 +192,7 @@ def test_operands_that_the_hardware_cannot_address(chosen: Chosen) -> None:
             call.verify((make.__name__, replaced))
     gated = Work((rows,), n, k, ((RowSpan(0, 0, 1),),))
     call = Call(products, listed(gated, tiling, Cut.NONE, 66, COSTS), torch.bfloat16, True)
-    call.a = [odd(rows, k)]
+    call.a = [odd_pitch(rows, k)]
     with pytest.raises(ValueError, match="multiples of 16"):
         call.launch()
 
@@ -201,7 +201,7 @@ def test_operands_that_the_hardware_cannot_address(chosen: Chosen) -> None:
 
 
 def stream_word(operation: str, stream: torch.cuda.Stream, address: int) -> None:
-    """A stream writes 1 to a 32-bit word, or waits for it there: ``"Write"`` or ``"Wait"``."""
+    """Enqueue a write of 1 to a 32-bit word (``"Write"``), or a wait for 1 (``"Wait"``)."""
     from cuda.bindings import driver
 
     enqueue = getattr(driver, f"cuStream{operation}Value32")
@@ -211,8 +211,8 @@ def stream_word(operation: str, stream: torch.cuda.Stream, address: int) -> None
 def attempts(
     chosen: Chosen, cut: Cut, dtype: torch.dtype, b_rows: bool, gated: bool
 ) -> Iterator[tuple[Call, random.Random, object]]:
-    """Calls with operands, whose rows wait for random gates or are announced, and what to call
-    them."""
+    """Calls with operands whose rows wait for random gates or are announced, and descriptions of
+    the calls."""
     rng = random.Random(f"{chosen[1]} {cut}")
     for rows, count in (((1024,), 6), ((513, 300, 130), 9), ((2600,), 100)):
         ranges = spans(rng, rows, count)
@@ -225,36 +225,36 @@ def attempts(
 
 @pytest.mark.parametrize("cut", Cut, ids=lambda cut: cut.name)
 def test_tiles_wait_for_their_rows(chosen: Chosen, cut: Cut) -> None:
-    """Copies by a copy engine, each followed by the write of its word, in random order; the rows
-    hold NaN before. Nothing ends before the copies begin."""
+    """A copy engine writes the rows in random order, each copy before the write of its gate. The
+    rows hold NaN before, and the product does not end before the copies begin."""
     held, arrivals = torch.zeros(1, dtype=torch.int32).pin_memory(), torch.cuda.Stream()
-    for call, rng, what in attempts(chosen, cut, torch.bfloat16, True, gated=True):
+    for call, rng, description in attempts(chosen, cut, torch.bfloat16, True, gated=True):
         gates = call.tiles.work.gates
         hosts = [a.cpu().pin_memory() for a in call.a]
-        for product, first, last in (span for spanned in gates for span in spanned):
-            call.a[product][first:last].fill_(torch.nan)
+        for product, start, stop in (span for spanned in gates for span in spanned):
+            call.a[product][start:stop].fill_(torch.nan)
         torch.cuda.synchronize()
         held[0] = 0
         stream_word("Wait", arrivals, held.data_ptr())
         for gate in rng.sample(range(len(gates)), len(gates)):
             with torch.cuda.stream(arrivals):
-                for product, first, last in gates[gate]:
-                    target = call.a[product][first:last]
-                    target.copy_(hosts[product][first:last], non_blocking=True)
+                for product, start, stop in gates[gate]:
+                    target = call.a[product][start:stop]
+                    target.copy_(hosts[product][start:stop], non_blocking=True)
             stream_word("Write", arrivals, call.gates[gate])
         call.launch()
         end = torch.cuda.Event()
         end.record()
         time.sleep(0.002)
-        assert not end.query(), "it did not wait"
+        assert not end.query(), "the product did not wait"
         held[0] = 1
-        call.verify(what)
+        call.verify(description)
 
 
 @pytest.mark.parametrize("cut", Cut, ids=lambda cut: cut.name)
 def test_announced_rows_are_stored(chosen: Chosen, cut: Cut) -> None:
     departures = torch.cuda.Stream()
-    for call, _, what in attempts(chosen, cut, torch.float16, False, gated=False):
+    for call, _, description in attempts(chosen, cut, torch.float16, False, gated=False):
         announces = call.tiles.work.announces
         exact = [product.cpu() for product in call.exact]
         hosts = [torch.full_like(t, torch.nan).pin_memory() for t in exact]
@@ -263,22 +263,22 @@ def test_announced_rows_are_stored(chosen: Chosen, cut: Cut) -> None:
         for address, spanned in zip(call.posts, announces, strict=True):
             stream_word("Wait", departures, address)
             with torch.cuda.stream(departures):
-                for product, first, last in spanned:
-                    source = call.out[product][first:last]
-                    hosts[product][first:last].copy_(source, non_blocking=True)
+                for product, start, stop in spanned:
+                    source = call.out[product][start:stop]
+                    hosts[product][start:stop].copy_(source, non_blocking=True)
         posted = call.words.cpu()[:-1]  # after the kernel
         call.words[:-1] = 1  # lets the other stream go on in any case
-        assert bool((posted == 1).all()), f"{what}: not announced"
-        call.verify(what)
-        for product, first, last in (span for spanned in announces for span in spanned):
-            pair = hosts[product][first:last], exact[product][first:last]
-            assert torch.equal(*pair), f"{what}: read too early"
+        assert bool((posted == 1).all()), f"{description}: not announced"
+        call.verify(description)
+        for product, start, stop in (span for spanned in announces for span in spanned):
+            pair = hosts[product][start:stop], exact[product][start:stop]
+            assert torch.equal(*pair), f"{description}: read too early"
 
 
 @pytest.mark.parametrize("cut", [Cut.NONE, Cut.END], ids=lambda cut: cut.name)
 def test_a_gate_that_never_opens(chosen: Chosen, cut: Cut) -> None:
     products, tiling = chosen
-    gates = tuple((RowSpan(0, first, first + 128),) for first in range(0, 1024, 128))
+    gates = tuple((RowSpan(0, start, start + 128),) for start in range(0, 1024, 128))
     assert MAX_GATES >= len(gates)
     tiles = listed(Work((1024,), 520, 4096, gates), tiling, cut, 66, COSTS)
     call = Call(products, tiles, torch.bfloat16, True, limit_s=0.05)
@@ -289,9 +289,9 @@ def test_a_gate_that_never_opens(chosen: Chosen, cut: Cut) -> None:
     began = time.perf_counter()
     call.launch()
     call.verify("late", late=6)
-    least = 0.01 if tiling == Tiling(128, 128, 3) else 0.04  # which counts polls, not time
-    assert least < time.perf_counter() - began < 1
+    shortest = 0.01 if tiling == Tiling(128, 128, 3) else 0.04  # Triton counts polls, not time
+    assert shortest < time.perf_counter() - began < 1
     call.fill(2)
     call.words[:-1] = 1
     call.launch()
-    call.verify("the next one")
+    call.verify("the next call")

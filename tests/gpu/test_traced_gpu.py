@@ -1,5 +1,5 @@
-"""Projections and experts compiled by Inductor on GPUs, bitwise as eager; the contract has other
-backends."""
+"""Projections and experts compiled by Inductor on GPUs, bitwise equal to eager calls. The contract
+has other backends."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ pytestmark = pytest.mark.gpu
 
 
 def _around(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    """Both projections, and sums between them that no compiler rounds in another way."""
-    *heads, last = weights
+    """Both projections, and sums between them that every compiler rounds alike."""
+    *heads, output = weights
     q, k, v = ficco.ulysses_project(x, *heads, size=4)  # type: ignore[call-arg]
-    return ficco.ulysses_output(q + k + v, last)
+    return ficco.ulysses_output(q + k + v, output)
 
 
 @ranks(1, 2, 4)
 @on_ranks(timeout=90)
 def test_projections(at: Rank) -> None:
     torch._dynamo.reset()
-    first, second = (projections(at, kv_heads=4) for _ in range(2))
+    eager, traced = (projections(at, kv_heads=4) for _ in range(2))
     with torch.no_grad():
-        for one in (*first, *second):  # whole numbers, of which sums are exact
-            one.round_()
+        for tensor in (*eager, *traced):  # sums of whole numbers are exact
+            tensor.round_()
     compiled = torch.compile(_around, fullgraph=True)
-    same(trained(compiled, second), trained(_around, first))
+    same(trained(compiled, traced), trained(_around, eager))
 
 
 @ranks(1, 2)
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("options", WAYS, ids=str)
 @on_ranks(timeout=90)
-def test_experts(at: Rank, way: dict[str, Any]) -> None:
+def test_experts(at: Rank, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    layer, first, second = expert_layer(**way), experts(at, way=way), experts(at, way=way)
+    layer = expert_layer(**options)
+    eager, traced = (experts(at, way=options) for _ in range(2))
     compiled = torch.compile(layer, fullgraph=True)
-    same(trained(compiled, second, 4), trained(layer, first, 4))
+    same(trained(compiled, traced, 4), trained(layer, eager, 4))
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What tests of commands share."""
+"""Fixtures of the tests of commands."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ficco.tools import cli
 
 @pytest.fixture
 def ran(capsys: Any) -> Callable[..., Any]:
-    """Runs a command, whose words are those of a text and more words, and which has to end with
-    ``code``; what it prints, as ``out`` and ``err``."""
+    """Run a command, given as a text and further words, and assert its exit status. Return its
+    output, as ``out`` and ``err``."""
 
     def run(text: str, *words: object, code: int = 0) -> Any:
         capsys.readouterr()

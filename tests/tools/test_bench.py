@@ -1,4 +1,4 @@
-"""The bench: figures from made-up times, shapes, rows, reports, and one small run."""
+"""The bench: figures from invented times, shapes, rows, reports, and one small run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from ficco.tools.cli import measure as command
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    # The device is three times slower in the second round; the ratio is 2 in two of three.
+    # The device is three times slower in the second round; the ratio is 2 in two of three rounds.
     times = pd.DataFrame({"slow": [2.0, 6.0, 2.2], "fast": [1.0, 3.0, 2.2]})
     assert report.over(times["slow"], times).to_dict() == pytest.approx({"slow": 1, "fast": 2})
     assert report.over(None, times).isna().all()
@@ -56,32 +56,32 @@ def test_ratios_are_taken_round_by_round() -> None:
         "gemm": 1.0, "collective": 0.5, "copies": 0.4, "pytorch-serial": 1.5, "serial": 1.4,
         "growing": 1.25, "pytorch-fused": 1.3, "pytorch-native": 1.5,
     }  # fmt: skip
-    found = report.summarise(
-        {name: [one, 2 * one, one] for name, one in seconds.items()},
+    summary = report.summarise(
+        {name: [t, 2 * t, t] for name, t in seconds.items()},
         queued={"growing": [1.0, 2.0, 1.0]},
     )
-    growing, bound = found.loc["growing"], found.loc["ideal"]
+    growing, bound = summary.loc["growing"], summary.loc["ideal"]
     assert (growing.ms, growing.ms_low, growing.ms_high) == (1250.0, 1250.0, 1875.0)
     assert growing.speedup == pytest.approx(1.4 / 1.25)
     assert (growing.share, growing.efficiency) == pytest.approx((0.8, 0.5))
     assert (growing.vs_pytorch, growing.vs_queued) == pytest.approx((1.3 / 1.25, 0.8))
     assert bound.share == 1.0 and bound.speedup == pytest.approx(1.4)
-    assert found.loc[["gemm", "collective", "copies"], "share":].isna().all(axis=None)
-    assert found["vs_queued"].notna().sum() == 1
+    assert summary.loc[["gemm", "collective", "copies"], "share":].isna().all(axis=None)
+    assert summary["vs_queued"].notna().sum() == 1
 
 
-def test_figures_of_what_is_missing_and_of_the_slowest() -> None:
+def test_figures_with_missing_times_and_of_the_slowest_rank() -> None:
     assert slowest([[1.0, 5.0], [2.0, 4.0], [0.5, 4.5]]).tolist() == [2.0, 5.0]
     assert report.geomean([0.5, 2.0, math.nan]) == pytest.approx(1.0)
     assert math.isnan(report.geomean([])) and math.isnan(report.geomean([math.nan]))
-    both = pd.DataFrame({"gemm": [3.0, 3.0], "collective": [2.0, 5.0], "copies": [4.0, 4.0]})
-    assert list(report.ideal(both)) == [3.0, 4.0]
-    assert list(report.ideal(both.drop(columns="collective"))) == [4.0, 4.0]
-    assert report.ideal(both[["gemm"]]) is None and report.ideal(both.drop(columns="gemm")) is None
-    # Overlap efficiency is that of Flux.
+    parts = pd.DataFrame({"gemm": [3.0, 3.0], "collective": [2.0, 5.0], "copies": [4.0, 4.0]})
+    assert list(report.ideal(parts)) == [3.0, 4.0]
+    assert list(report.ideal(parts.drop(columns="collective"))) == [4.0, 4.0]
+    assert report.ideal(parts[["gemm"]]) is report.ideal(parts.drop(columns="gemm")) is None
+    # Flux's definition of overlap efficiency.
     times = {"gemm": [10.0], "pytorch-serial": [14.0], "a": [11.0], "b": [18.0]}
-    found = report.overlap_efficiency(pd.DataFrame(times))
-    assert found.to_dict() == {"pytorch-serial": 0.0, "gemm": 1.0, "a": 0.75, "b": -1.0}
+    efficiency = report.overlap_efficiency(pd.DataFrame(times))
+    assert efficiency.to_dict() == {"pytorch-serial": 0.0, "gemm": 1.0, "a": 0.75, "b": -1.0}
     times["pytorch-serial"] = times["gemm"]
     assert report.overlap_efficiency(pd.DataFrame(times)).isna().all()
     del times["gemm"]
@@ -91,39 +91,39 @@ def test_figures_of_what_is_missing_and_of_the_slowest() -> None:
 # Shapes and candidates.
 
 
-def test_the_sets_are_those_that_are_published() -> None:
+def test_sets_have_the_published_shapes() -> None:
     sizes = [(case.m, case.n, case.k) for case in cases.SETS["measured"]()]
     assert len(sizes) == 8 and sizes[0] == (32768, 2048, 8192)
     assert [len(cases.SETS[name]()) for name in ("small", "scenarios", "waiting")] == [9, 16, 15]
     known = {case for name in ("measured", "unseen") for case in cases.SETS[name]()}
     assert set(cases.SETS["waiting"]()) <= known
-    found = {case.name: case for case in cases.scenarios()}  # as one rank of eight sees them
-    assert (found["g1"].m, found["g1"].n, found["g1"].k) == (16384, 2048, 131072)
-    assert all("all_to_all_matmul" in found[f"g{i}"].skip for i in range(13, 17))
-    # Row-parallel layers have n and k exchanged.
-    first = cases.SETS["measured"]()[0].on("matmul_reduce_scatter")
-    assert (first.name, first.m, first.n, first.k) == ("32768x8192x2048", 32768, 8192, 2048)
-    assert first.problem(4).operator == "matmul_reduce_scatter"
-    assert first.on(OPERATOR) == cases.SETS["measured"]()[0]
-    # A shape that does not fit says so.
+    scenarios = {case.name: case for case in cases.scenarios()}  # sizes of one rank of eight
+    assert (scenarios["g1"].m, scenarios["g1"].n, scenarios["g1"].k) == (16384, 2048, 131072)
+    assert all("all_to_all_matmul" in scenarios[f"g{i}"].skip for i in range(13, 17))
+    # Row-parallel layers swap n and k.
+    swapped = cases.SETS["measured"]()[0].on("matmul_reduce_scatter")
+    assert (swapped.name, swapped.m, swapped.n, swapped.k) == ("32768x8192x2048", 32768, 8192, 2048)
+    assert swapped.problem(4).operator == "matmul_reduce_scatter"
+    assert swapped.on(OPERATOR) == cases.SETS["measured"]()[0]
+    # A shape that does not fit is skipped with a reason.
     case = Case("large", 1 << 20, 1 << 13, 1 << 13)
     assert "GiB" in case.skipped(4, 1 << 30) and "divide" in case.skipped(3, 1 << 40)
     assert case.skipped(4, 1 << 40) == ""
 
 
-def test_experts_are_as_one_rank_of_eight_sees_them() -> None:
-    found = {case.name: case for case in cases.experts()}
-    assert list(found) == ["g13", "g14", "g15", "g16"]
-    assert found["g14"].problem(4).blocks == ((147456 // 8 // 4,) * 4,) * 4
-    half = found["g13"].fitted(4, 100 << 30)
+def test_experts_have_the_sizes_of_one_rank_of_eight() -> None:
+    by_name = {case.name: case for case in cases.experts()}
+    assert list(by_name) == ["g13", "g14", "g15", "g16"]
+    assert by_name["g14"].problem(4).blocks == ((147456 // 8 // 4,) * 4,) * 4
+    half = by_name["g13"].fitted(4, 100 << 30)
     assert half.m == 1607680 // 8 // 2 and "m / 2 for lack of memory" in half.label
-    assert half.skipped(4, 100 << 30) == "" and found["g13"].fitted(4, 1 << 40) == found["g13"]
+    assert half.skipped(4, 100 << 30) == "" and by_name["g13"].fitted(4, 1 << 40) == by_name["g13"]
     g7 = {case.name: case.problem(4) for case in cases.weight_gradients()}["g7-gradient"]
     assert (g7.m, g7.n, g7.k, g7.kind.inner) == (262144, 1024, 28672, True)  # 262144 tokens
     gain = cases.SETS["experts-gain"]()[0]
-    turned = gain.on("all_to_all_transposed_matmul").problem(4)  # of the same tokens
-    assert (turned.n, turned.k, turned.blocks) == (1024, 7168, ((1024,) * 4,) * 4)
-    assert turned.flops == gain.problem(4).flops
+    transposed = gain.on("all_to_all_transposed_matmul").problem(4)  # for the same tokens
+    assert (transposed.n, transposed.k, transposed.blocks) == (1024, 7168, ((1024,) * 4,) * 4)
+    assert transposed.flops == gain.problem(4).flops
 
 
 def test_shapes_are_read_from_a_file(tmp_path: Path) -> None:
@@ -135,8 +135,8 @@ def test_shapes_are_read_from_a_file(tmp_path: Path) -> None:
     negative = b"name,m,n,k\none,64,-8,16\n"
     for junk in (negative, b"\x81\x00\xff", b'name,m\n"' + b"a" * 200_000):
         path.write_bytes(junk)
-        said = "line 2, column n" if junk is negative else "shapes.csv"
-        with pytest.raises(ConfigError, match=said):
+        message = "line 2, column n" if junk is negative else "shapes.csv"
+        with pytest.raises(ConfigError, match=message):
             cases.read(path)
 
 
@@ -145,37 +145,35 @@ def _problem(operator: str, world: int = 4, m: int = 32, n: int = 16, k: int = 2
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_each_operator_has_what_it_can_be_called_by(operator: str) -> None:
-    problem, every = _problem(operator), choose(None)
-    assert (
-        len({one.name for one in every})
-        == len(every)
-        == len(table.REFERENCES) + len(table.SCHEDULES)
-    )
-    found = {one.name for one in of_problem(every, problem)}
-    assert {"gemm", "collective", "copies", "pytorch-serial", "growing", "auto"} <= found
-    fused, first = operator in (OPERATOR, "matmul_reduce_scatter"), operator == OPERATOR
-    assert ("pytorch-fused" in found) == fused
+def test_each_operator_has_its_candidates(operator: str) -> None:
+    problem, offered = _problem(operator), choose(None)
+    assert len({candidate.name for candidate in offered}) == len(offered)
+    assert len(offered) == len(table.REFERENCES) + len(table.SCHEDULES)
+    names = {candidate.name for candidate in of_problem(offered, problem)}
+    assert {"gemm", "collective", "copies", "pytorch-serial", "growing", "auto"} <= names
+    fused, gathers = operator in (OPERATOR, "matmul_reduce_scatter"), operator == OPERATOR
+    assert ("pytorch-fused" in names) == fused
     shots = {"two-shot", "pytorch-one-shot", "pytorch-two-shot"}
-    assert shots & found == (shots if problem.kind.returns else set())
-    assert ("pytorch-pieces" in found) == ("pytorch-native" in found) == first
-    assert ("ring" in found) == ("shard-overlap:beta" in found) == problem.kind.sums
-    assert any("@stages" in name for name in found) != problem.kind.scatters
+    assert shots & names == (shots if problem.kind.returns else set())
+    assert ("pytorch-pieces" in names) == ("pytorch-native" in names) == gathers
+    assert ("ring" in names) == ("shard-overlap:beta" in names) == problem.kind.sums
+    assert any("@stages" in name for name in names) != problem.kind.scatters
     chosen = choose(["candidates"], without=["pytorch-pieces", "pytorch-native"])
     compared = of_problem(chosen, problem)
-    names = {one.name for one in compared}
-    assert COMPARED in chosen and not {"pytorch-pieces", "pytorch-native"} & names
-    assert {str(one) for one in candidates(problem)} <= {one.schedule for one in compared}
-    assert ("one-shot:pieces=2" in {one.schedule for one in compared}) == problem.kind.sums
+    assert COMPARED in chosen
+    assert not {"pytorch-pieces", "pytorch-native"} & {candidate.name for candidate in compared}
+    schedules = {candidate.schedule for candidate in compared}
+    assert {str(schedule) for schedule in candidates(problem)} <= schedules
+    assert ("one-shot:pieces=2" in schedules) == problem.kind.sums
     assert "beta" in table.reason_against(parse("growing:beta"), problem) or problem.kind.sums
-    large = Case("", 32768, 2048, 8192).problem(4)  # whose shards are of 128 MiB
-    assert not [one.name for one in of_problem(chosen, large) if "kernel" in one.name]
+    large = Case("", 32768, 2048, 8192).problem(4)  # shards of 128 MiB
+    assert not any("kernel" in candidate.name for candidate in of_problem(chosen, large))
 
 
 def test_one_rank_has_no_staging_to_cap() -> None:
     for world in (1, 2):
         served = of_problem(choose(None), _problem(OPERATOR, world))
-        assert any(one.stages for one in served) == (world > 1)
+        assert any(candidate.stages for candidate in served) == (world > 1)
 
 
 def test_candidates_with_a_number_are_the_first_of_those_ranked() -> None:
@@ -183,7 +181,8 @@ def test_candidates_with_a_number_are_the_first_of_those_ranked() -> None:
     chosen = choose(["candidates=2", "tiled"])
     ranked = ["tiled:pieces=2", "serial", "ring:pieces=3", "growing", "shrinking", "shard-overlap"]
     schedules = [Schedule.parse(name) for name in ranked]
-    names = [one.name for one in of_problem(chosen, problem, None, lambda: schedules) if one.ours]
+    compared = of_problem(chosen, problem, None, lambda: schedules)
+    names = [candidate.name for candidate in compared if candidate.ours]
     assert names == ["serial", "growing", "shrinking", "tiled"]  # a gather has no ring
     for wrong in ("candidates=0", "candidates=", "candidates=x"):
         with pytest.raises(ValueError):
@@ -191,13 +190,14 @@ def test_candidates_with_a_number_are_the_first_of_those_ranked() -> None:
 
 
 def test_cpus_have_several_compute_lanes_and_modes_only_if_asked() -> None:
-    names = [one.name for one in choose(None, device="cpu")]
+    names = [candidate.name for candidate in choose(None, device="cpu")]
     assert set(NAMED) <= set(names) and not any("compute=" in name for name in names)
-    assert any("compute=2" in one.name for one in choose(None))
+    assert any("compute=2" in candidate.name for candidate in choose(None))
     cpu: Any = SimpleNamespace(asynchronous=False, refuses=lambda *_: "")
     chosen = choose(["candidates", "growing:compute=2"], device="cpu")
-    found = [one.name for one in of_problem(chosen, _problem(OPERATOR), cpu)]
-    assert len(found) > 10 and [n for n in found if "compute" in n] == ["growing:compute=2"]
+    names = [candidate.name for candidate in of_problem(chosen, _problem(OPERATOR), cpu)]
+    assert len(names) > 10
+    assert [name for name in names if "compute" in name] == ["growing:compute=2"]
     assert measure.modes_of("cpu", None) == ("idle",)
     assert measure.modes_of("cuda", "idle,queued") == ("idle", "queued")
     with pytest.raises(ValueError, match="queued"):
@@ -205,16 +205,16 @@ def test_cpus_have_several_compute_lanes_and_modes_only_if_asked() -> None:
 
 
 def test_marks_of_schedules_and_names_of_one_plan() -> None:
-    found = parse("shard-overlap:pull@symmetric@stages=2")
-    assert (found.schedule, found.symmetric, found.stages) == ("shard-overlap:pull", True, 2)
-    assert parse(found.name) == found
+    pulled = parse("shard-overlap:pull@symmetric@stages=2")
+    assert (pulled.schedule, pulled.symmetric, pulled.stages) == ("shard-overlap:pull", True, 2)
+    assert parse(pulled.name) == pulled
     for wrong in ("growing@fast", "growing@stages=0", "slowing"):
         with pytest.raises(ValueError):
             parse(wrong)
     names = ["growing", "auto", "shard-overlap", "shard-overlap@stages=2", "shard-overlap:pull"]
-    for world, same in ((2, {parse("shard-overlap"): parse("growing")}), (4, {})):
+    for world, aliases in ((2, {parse("shard-overlap"): parse("growing")}), (4, {})):
         problem = _problem(OPERATOR, world=world)
-        assert table.named_again(of_problem(choose(names), problem), problem) == same  # timed once
+        assert table.named_again(of_problem(choose(names), problem), problem) == aliases
 
 
 # Operands.
@@ -239,36 +239,35 @@ def _exact_problem(operator: str, kind: str) -> Problem:
 )
 def test_exact_operands_have_one_right_product(operator: str, kind: str) -> None:
     problem = _exact_problem(operator, kind)
-    everyone = [Operands(problem, rank, torch.device("cpu")) for rank in range(problem.world)]
-    for one in everyone:
-        one.exact_b()
-        one.exact(5)
-    every = [[one.wide(one.a_LK, one.scales.get("scale_a")), one.wide_b_KN] for one in everyone]
-    wide = [[matrix.double() for matrix in both] for both in every]
+    per_rank = [Operands(problem, rank, torch.device("cpu")) for rank in range(problem.world)]
+    for operands in per_rank:
+        operands.exact_b()
+        operands.exact(5)
+    a_shards = [own.wide(own.a_LK, own.scales.get("scale_a")).double() for own in per_rank]
+    wide = [[a, own.wide_b_KN.double()] for a, own in zip(a_shards, per_rank, strict=True)]
     case = subjects.Case(problem.blocks or problem.rows, (problem.k, problem.n))
-    wanted = subjects.Product(operator).together(case, wide, 0)
-    for one, (want,) in zip(everyone, wanted, strict=True):
-        assert torch.equal(one.reference().double(), want)
-        assert torch.equal(one.product(), one.reference_product())
-        assert one.b_KN.float().any(1).all()  # no column of A goes unnoticed
-        # Nothing can be rounded: eight bits hold the largest sum, of terms that factors may double.
-        terms = int((one.b_KN.float() != 0).sum(0).max()) * (
-            problem.world if problem.kind.sums else 1
-        )
+    expected = subjects.Product(operator).together(case, wide, 0)
+    for operands, (product,) in zip(per_rank, expected, strict=True):
+        assert torch.equal(operands.reference().double(), product)
+        assert torch.equal(operands.product(), operands.reference_product())
+        assert operands.b_KN.float().any(1).all()  # each column of A affects the product
+        # No sum is rounded: eight bits hold the largest sum, whose terms a scale can double.
+        summed = problem.world if problem.kind.sums else 1
+        terms = int((operands.b_KN.float() != 0).sum(0).max()) * summed
         assert terms * LARGEST * (2 if "block" in kind else 1) <= 256
-    first, second = (one.a_LK[:2].float().clone() for one in everyone[:2])
-    assert not torch.equal(first, second)  # depends on the rank, and on the iteration
-    before = {name: scale.clone() for name, scale in everyone[1].scales.items()}
-    everyone[1].exact(6)
-    assert not torch.equal(second, everyone[1].a_LK[:2].float())
-    if before and before["scale_a"].numel() > 1:  # else it is one of two numbers
-        assert not torch.equal(before["scale_a"], everyone[1].scales["scale_a"])
-    everyone[1].random(0)
-    assert 0 < everyone[1].product().float().std() < 2  # of about normal numbers
+    first, second = (operands.a_LK[:2].float().clone() for operands in per_rank[:2])
+    assert not torch.equal(first, second)  # operands depend on the rank and on the iteration
+    scales = {name: scale.clone() for name, scale in per_rank[1].scales.items()}
+    per_rank[1].exact(6)
+    assert not torch.equal(second, per_rank[1].a_LK[:2].float())
+    if scales and scales["scale_a"].numel() > 1:  # a single scale has only two values
+        assert not torch.equal(scales["scale_a"], per_rank[1].scales["scale_a"])
+    per_rank[1].random(0)
+    assert 0 < per_rank[1].product().float().std() < 2  # about a standard normal distribution
 
 
 def _references(at: ranks.Rank, kind: str) -> list[str]:
-    """References that are wrong, by operator; the errors of exact and of rounded sums."""
+    """Wrong references and wrong errors of sums, as messages."""
     group = torch.distributed.group.WORLD
     wrong = []
     for operator in OPERATORS:
@@ -277,16 +276,16 @@ def _references(at: ranks.Rank, kind: str) -> list[str]:
         problem = problem_of_sizes(operator, 64, 32, 384, kind, at.world)
         operands = Operands(problem, at.rank, at.device)
         operands.exact_b()
-        for turn, one in enumerate(table.REFERENCES):
-            if table.unavailable(one, operands) or operator not in (one.operators or OPERATORS):
+        for turn, call in enumerate(table.REFERENCES):
+            if table.unavailable(call, operands) or operator not in (call.operators or OPERATORS):
                 continue
-            runner = table.build(one, operands, group)
+            runner = table.build(call, operands, group)
             with runner.context():
                 runner.run()
                 operands.exact(turn)
-                found = (runner.proof or runner.run)()
-            if wrong_elements(found, table.expected(runner, operands)):
-                wrong.append(f"{operator}: {one.name}")
+                result = (runner.proof or runner.run)()
+            if wrong_elements(result, table.expected(runner, operands)):
+                wrong.append(f"{operator}: {call.name}")
         if not operands.problem.kind.sums:
             continue
         error = accuracy(operands, group)
@@ -298,18 +297,18 @@ def _references(at: ranks.Rank, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["float32", "fp8-tensor", "fp8-row", "fp8-block"])
-def test_references_give_what_each_operator_promises(kind: str) -> None:
+def test_references_of_each_operator_are_right(kind: str) -> None:
     assert ranks.run(2, _references, kind) == [[], []]
 
 
 class QuackDouble:
-    """What is called of QuACK 0.6.5: its gather of shards, and its product that waits for them."""
+    """Double of QuACK 0.6.5: the gather of shards and the product that waits for them."""
 
-    def __init__(self, whole: torch.Tensor) -> None:
-        self.whole, self.work, self.quiet, self.gated = whole, 0.0, 0, []
+    def __init__(self, gathered: torch.Tensor) -> None:
+        self.gathered, self.work, self.quiet, self.gated = gathered, 0.0, 0, []
 
-    def AllGatherRunner(self, *made_for: Any) -> Any:
-        assert made_for[:3] == (1024, 32, torch.bfloat16)
+    def AllGatherRunner(self, *arguments: Any) -> Any:
+        assert arguments[:3] == (1024, 32, torch.bfloat16)
         return self
 
     def quiesce(self) -> None:
@@ -317,8 +316,8 @@ class QuackDouble:
 
     @contextmanager
     def gather(self, a_shard: torch.Tensor) -> Iterator[tuple[torch.Tensor, str]]:
-        assert torch.equal(a_shard, self.whole[:1024])
-        yield self.whole, "gates"
+        assert torch.equal(a_shard, self.gathered[:1024])
+        yield self.gathered, "gates"
 
     def gemm(
         self, A: Any, B: Any, D: Any, C: None, semaphore: None, *tiling: int, pingpong: bool,
@@ -347,7 +346,7 @@ def test_quack_gathers_for_its_fastest_product(monkeypatch: Any) -> None:
     for name in ("quack", "quack.gemm", "quack.distributed"):
         monkeypatch.setitem(sys.modules, name, double)
     monkeypatch.setattr(gpu, "Event", double.event)
-    candidate = next(one for one in table.REFERENCES if one.kind == "quack")
+    candidate = next(reference for reference in table.REFERENCES if reference.kind == "quack")
     runner = table.build(candidate, operands, None)
     for turn in range(2):
         operands.b_KN.add_(turn)  # captured calls see new operands
@@ -356,61 +355,61 @@ def test_quack_gathers_for_its_fastest_product(monkeypatch: Any) -> None:
     assert double.gated == [(128, 192, 1, 2, True)] * 2 and double.quiet == 2
 
 
-def test_what_moves_moves_as_many_bytes_alone() -> None:
+def test_movements_without_products_move_the_same_bytes() -> None:
     assert doctest.testmod(families) == (0, 1)
     for operator, kind in OPERATORS.items():
         problem = _problem(operator)
-        alone = families.movements(problem)
+        moves = families.movements(problem)
         width = problem.n if kind.scatters else problem.k
-        assert {(one.flops, one.k) for one in alone} == {(0, width)}
-        assert len(alone) == 1 + kind.returns and alone[0].block(3, 2) == problem.block(3, 2)
+        assert {(move.flops, move.k) for move in moves} == {(0, width)}
+        assert len(moves) == 1 + kind.returns and moves[0].block(3, 2) == problem.block(3, 2)
         assert (table.moved_bytes(problem), table.block_bytes(problem)) == (128 * width, 32 * width)
 
 
 def _together(at: ranks.Rank) -> tuple[list[int], list[Any]]:
-    """What is heard at a barrier, and what several actions come to, which fail on some ranks."""
+    """Decisions at a barrier, and outcomes of actions that fail on some ranks."""
     group = torch.distributed.group.WORLD
-    barrier, heard = Barrier(group), []
+    barrier, decisions = Barrier(group), []
     for turn in range(200):
         barrier.wait()
-        heard.append(barrier.decide(turn if at.rank == 0 else -1))
+        decisions.append(barrier.decide(turn if at.rank == 0 else -1))
     barrier.close()
     watch = Stopwatch(group, at.device)
 
-    def fails(*where: int, text: str = "no room\non {}") -> Any:
-        if at.rank in where:
+    def fails(*failing: int, text: str = "no room\non {}") -> Any:
+        if at.rank in failing:
             raise MemoryError(text.format(at.rank))
         return at.rank
 
-    found = [
-        watch.together(partial(fails, *where), named=named)
+    outcomes = [
+        watch.together(partial(fails, *failing), named=named)
         for named in (False, True)
-        for where in ((), (1,), (0, 1))
+        for failing in ((), (1,), (0, 1))  # failing ranks
     ]
-    found.append(watch.together(partial(fails, 1, text="")))
+    outcomes.append(watch.together(partial(fails, 1, text="")))
     try:
         watch.together(partial(fails, 0, 1), fatal=(MemoryError,))
     except MemoryError as error:
-        found.append(str(error))
+        outcomes.append(str(error))
     watch.close()
-    return heard, found
+    return decisions, outcomes
 
 
-def test_ranks_hear_what_rank_0_decides_and_what_fails_on_one_of_them() -> None:
-    why = "MemoryError: no room"
-    for rank, (heard, found) in enumerate(ranks.run(2, _together)):
-        assert heard == list(range(200))
-        assert found == [
-            *[(rank, ""), (None, why), (None, why)],
-            *[(rank, ""), (None, f"rank 1: {why}"), (None, why)],
+def test_ranks_share_decisions_and_failures() -> None:
+    message = "MemoryError: no room"
+    for rank, (decisions, outcomes) in enumerate(ranks.run(2, _together)):
+        assert decisions == list(range(200))
+        assert outcomes == [
+            *[(rank, ""), (None, message), (None, message)],
+            *[(rank, ""), (None, f"rank 1: {message}"), (None, message)],
             (None, "MemoryError: "),
             f"no room\non {rank}",
         ]
 
 
 def _meets(at: ranks.Rank) -> tuple[float, int, Any]:
-    """A collective of the group is under way on rank 1 while the ranks meet, and begins on rank 0
-    once they have met. Later rank 1 does not come."""
+    """Start a collective before the barrier on rank 1, after it on rank 0. Rank 1 misses a later
+    barrier."""
     total, work = torch.tensor([1.0 + at.rank]), None
     with host_of(at, 2):
         hosts = hosts_of(dist.group.WORLD, 20, "a test")
@@ -438,7 +437,7 @@ def test_ranks_meet_between_hosts_during_collectives_of_their_group() -> None:
 # Exact calls.
 
 
-def test_exact_calls_are_shuffled_alike_on_all_ranks_and_each_has_its_inputs() -> None:
+def test_exact_calls_have_one_order_on_all_ranks_and_new_inputs() -> None:
     operands = Operands(_problem(OPERATOR, world=1), 0, torch.device("cpu"))
     operands.exact_b()
     inputs: list[torch.Tensor] = []
@@ -458,10 +457,10 @@ def test_exact_calls_are_shuffled_alike_on_all_ranks_and_each_has_its_inputs() -
     order = [outcome.name for outcome in first]
     assert order == [outcome.name for outcome in second]
     rounds_of = [order[i : i + 4] for i in range(0, 80, 4)]
-    assert all(sorted(one) == sorted(calls) for one in rounds_of)
-    assert len({one[0] for one in rounds_of}) == 4
+    assert all(sorted(turn) == sorted(calls) for turn in rounds_of)
+    assert len({turn[0] for turn in rounds_of}) == 4
     assert len({a.numpy().tobytes() for a in inputs}) == len(inputs) // 2 == 40
-    wrong = {name: [int(o.wrong) for o in first if o.name == name] for name in calls}
+    wrong = {name: [int(call.wrong) for call in first if call.name == name] for name in calls}
     assert set(wrong["right"]) == {0} and set(wrong["off"]) == {1}
     assert min(wrong["stale"]) > 100 and min(wrong["short"]) == stale.numel()
     measure = {"first": 7, "measure": lambda call: (call(), 0.5)}
@@ -471,7 +470,7 @@ def test_exact_calls_are_shuffled_alike_on_all_ranks_and_each_has_its_inputs() -
     assert later.figure == 0.5
 
 
-#: Stands for the ranks that verify and decide together, of which there is one.
+#: Double of the stopwatch, for a group of one rank.
 ONE_RANK: Any = SimpleNamespace(
     group=None,
     device=torch.device("cpu"),
@@ -486,9 +485,7 @@ ONE_RANK: Any = SimpleNamespace(
 
 
 @pytest.mark.parametrize(("stale_after", "status"), [(99, "skipped"), (1, "wrong"), (0, "wrong")])
-def test_replays_are_proven_on_inputs_of_their_own(
-    stale_after: int, status: str, monkeypatch: Any
-) -> None:
+def test_replays_are_proven_on_new_inputs(stale_after: int, status: str, monkeypatch: Any) -> None:
     work = ProductWork(Case("", 32, 16, 24, "float32"), ONE_RANK)
     operands = work.operands
     operands.exact_b()
@@ -510,7 +507,7 @@ def test_replays_are_proven_on_inputs_of_their_own(
 
 
 class _Clock:
-    """Calls that take what is written down: seconds, and those of the host, the last for ever."""
+    """Prescribed times of calls: seconds of the device and of the host. The last pair repeats."""
 
     warm_calls = 6
 
@@ -536,8 +533,8 @@ def _timed(clock: _Clock) -> list[Item]:
     return items
 
 
-def test_calls_are_warmed_up_and_find_a_card_that_has_rested_as_long() -> None:
-    # Calls for which memory is allocated are not taken for long ones.
+def test_calls_are_warmed_up_and_sleep_equally_long() -> None:
+    # Calls that allocate memory do not count as long calls.
     clock = _Clock(
         grows=[(0.4, 0.3), (0.3, 0.2), (0.02, 1e-3), (0.01, 5e-4)], is_long=[(0.2, 1e-4)]
     )
@@ -545,28 +542,28 @@ def test_calls_are_warmed_up_and_find_a_card_that_has_rested_as_long() -> None:
     assert clock.calls == {"grows": 6 + 4, "is_long": 3 + 4}
     assert grows.times_s == [0.01] * 4 and grows.host_s == 1e-4
     assert math.isnan(is_long.host_s)
-    # A card that rests for longer is cooler, and faster.
-    clock = _Clock(one=[(0.4, 0.3), (0.01, 1e-4)], other=[(0.01, 7e-4)])
-    one, other = _timed(clock)
-    assert one.sleep_s == other.sleep_s == pytest.approx(measure.SLEEP_LEAST_S + 2 * 7e-4)
-    assert clock.sleeps[-8:] == [one.sleep_s] * 8
-    assert _timed(_Clock(one=[(0.01, 0.5)]))[0].sleep_s == measure.SLEEP_MOST_S
+    # A GPU that sleeps longer is cooler and faster, so all calls sleep equally long.
+    clock = _Clock(quick=[(0.4, 0.3), (0.01, 1e-4)], slow=[(0.01, 7e-4)])
+    quick, slow = _timed(clock)
+    assert quick.sleep_s == slow.sleep_s == pytest.approx(measure.SLEEP_LEAST_S + 2 * 7e-4)
+    assert clock.sleeps[-8:] == [quick.sleep_s] * 8
+    assert _timed(_Clock(quick=[(0.01, 0.5)]))[0].sleep_s == measure.SLEEP_MOST_S
 
 
-# The whole, on the CPU engine.
+# Complete benches, on the CPU engine.
 
 
 @contextmanager
-def _spoilt(operator: str, rank: int) -> Iterator[None]:
-    """Results of an operator are multiplied, by 1 on rank 0."""
+def _corrupted(operator: str, rank: int) -> Iterator[None]:
+    """Multiply the results of an operator by the rank plus one."""
     right = getattr(ficco, operator)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ficco, operator, lambda *args, **more: right(*args, **more) * (1 + rank))
+        patch.setattr(ficco, operator, lambda *args, **kwargs: right(*args, **kwargs) * (1 + rank))
         yield
 
 
 def _benched(at: ranks.Rank, folder: Path) -> pd.DataFrame | None:
-    """A short bench of all operators but the first; rank 1 spoils sums that are scattered."""
+    """Bench all operators except the first; rank 1 corrupts ``matmul_reduce_scatter``."""
     case = Case("a", 64, 16, 32, "float32")
     settings = BenchSettings(
         subject=SUBJECT,
@@ -575,56 +572,56 @@ def _benched(at: ranks.Rank, folder: Path) -> pd.DataFrame | None:
         modes=("idle",), device="cpu", rounds=2, seconds=600.0, csv=folder / "family.csv",
         quiet=True,
     )  # fmt: skip
-    with _spoilt("matmul_reduce_scatter", at.rank):
+    with _corrupted("matmul_reduce_scatter", at.rank):
         return bench(settings)
 
 
 def test_every_operator_is_proven_and_timed_and_a_wrong_sum_is_not(tmp_path: Path) -> None:
-    rows, none = ranks.run(2, _benched, tmp_path)
-    assert none is None
-    found = {(row.operator, row.candidate): row for row in rows.itertuples()}
-    wrong = {key: row.note for key, row in found.items() if row.status == "wrong"}
+    rows, no_rows = ranks.run(2, _benched, tmp_path)
+    assert no_rows is None
+    by_call = {(row.operator, row.candidate): row for row in rows.itertuples()}
+    wrong = {key: row.note for key, row in by_call.items() if row.status == "wrong"}
     names = ("copies", "serial", "auto", "hetero-fused-1d:pieces=2")
-    assert wrong == {("matmul_reduce_scatter", n): "wrong result on ranks [1]" for n in names}
-    skipped = {key[1]: row.note for key, row in found.items() if row.status == "skipped"}
+    assert wrong == {("matmul_reduce_scatter", name): "wrong result on ranks [1]" for name in names}
+    skipped = {key[1]: row.note for key, row in by_call.items() if row.status == "skipped"}
     shots = {"pytorch-one-shot", "pytorch-two-shot"}
     assert skipped.keys() == {"pytorch-fused", PRODUCT, *COPY_ENGINES, *shots}
     assert all(note.startswith("not here: ") for note in skipped.values())
     for operator in set(OPERATORS) - {OPERATOR, "matmul_reduce_scatter"}:
         for name in ("gemm", "collective", "copies", "pytorch-serial", "serial", "auto"):
-            assert found[operator, name].ms > 0, (operator, name)
-        assert found[operator, "ideal"].share == 1.0
+            assert by_call[operator, name].ms > 0, (operator, name)
+        assert by_call[operator, "ideal"].share == 1.0
         scatters, sums = OPERATORS[operator].scatters, OPERATORS[operator].sums
-        assert ((operator, "growing:pull@symmetric") in found) != scatters
-        errors = [found[operator, name].error for name in ("pytorch-serial", "serial", "auto")]
+        assert ((operator, "growing:pull@symmetric") in by_call) != scatters
+        errors = [by_call[operator, name].error for name in ("pytorch-serial", "serial", "auto")]
         assert all(0 < error < 1e-6 for error in errors) if sums else all(map(math.isnan, errors))
-        assert math.isnan(found[operator, "gemm"].error)
-    sizes = found["matmul_all_reduce", "gemm"]
+        assert math.isnan(by_call[operator, "gemm"].error)
+    sizes = by_call["matmul_all_reduce", "gemm"]
     assert (sizes.m, sizes.n, sizes.k) == (64, 32, 16)
     assert "## Accuracy of matmul_all_reduce" in report.report(rows, {}, "name", [])
 
 
 def _layered(at: ranks.Rank, folder: Path) -> list[Any]:
-    """A short bench of layers by all ways, and of one layer with each of its steps spoilt."""
-    few = {name: layers.WAYS[name] for name in ("pytorch-serial", "auto")}
+    """Bench layers by all ways, and one layer with each of its operators corrupted."""
+    ways = {name: layers.WAYS[name] for name in ("pytorch-serial", "auto")}
     settings = BenchSettings(
         subject=layers.SUBJECT, cases=layers.SHAPES["cpu"], modes=("idle",), device="cpu",
         rounds=2, seconds=600.0, csv=folder / "layers.csv",
     )  # fmt: skip
-    # Compiled for its own sizes: what an earlier layer left would make the next one dynamic.
+    # Without this limit sizes of an earlier layer would make the next layer's sizes dynamic.
     with torch._dynamo.config.patch(recompile_limit=1):
-        found = [bench(settings)]
+        tables = [bench(settings)]
     for operator in ("all_gather_matmul", "matmul_reduce_scatter"):
-        with _spoilt(operator, at.rank), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layers, "WAYS", few)
-            one = replace(settings, cases=settings.cases[:1], csv=folder / f"{operator}.csv")
-            found.append(bench(one))
-    return found
+        with _corrupted(operator, at.rank), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layers, "WAYS", ways)
+            faulty = replace(settings, cases=settings.cases[:1], csv=folder / f"{operator}.csv")
+            tables.append(bench(faulty))
+    return tables
 
 
 def test_layers_are_proven_and_timed_and_one_with_a_wrong_step_is_not(tmp_path: Path) -> None:
-    (rows, *spoilt), none = ranks.run(2, _layered, tmp_path, timeout=250.0)
-    assert set(none) == {None} and len(rows) == 2 * len(layers.WAYS)
+    (rows, *corrupted), no_rows = ranks.run(2, _layered, tmp_path, timeout=250.0)
+    assert set(no_rows) == {None} and len(rows) == 2 * len(layers.WAYS)
     for row in rows.itertuples():
         if row.way == layers.ASYNC_TP:
             assert row.status == "skipped" and "GPU" in row.note
@@ -632,10 +629,10 @@ def test_layers_are_proven_and_timed_and_one_with_a_wrong_step_is_not(tmp_path: 
             assert (row.status, row.note) == ("ok", ""), row
             assert row.ms > 0 and row.error <= layers.TOLERANCE["float32"], row
     assert (rows["speedup"][rows["way"].isin(layers.COLLECTIVES)] == 1.0).sum() >= 2
-    text = harness.report(layers.SUBJECT, LAYERS.read(tmp_path / "layers.csv"), {}, "name")
-    assert "| mlp: 256 tokens, 128, 512, 256 | auto |" in text
-    assert "- pytorch-async-tp of attention: skipped" in text
-    for rows in spoilt:
+    page = harness.report(layers.SUBJECT, LAYERS.read(tmp_path / "layers.csv"), {}, "name")
+    assert "| mlp: 256 tokens, 128, 512, 256 | auto |" in page
+    assert "- pytorch-async-tp of attention: skipped" in page
+    for rows in corrupted:
         by_way = rows.set_index("way")
         assert by_way["status"].to_dict() == {"pytorch-serial": "ok", "auto": "wrong"}
         assert by_way["note"]["auto"] != ""
@@ -650,87 +647,87 @@ WAYS = (
 )
 
 
-def _ways(at: ranks.Rank, folder: Path, which: int, spoilt: tuple[str, ...]) -> list[Any]:
-    """A short bench of ways, and of some of them with an operator of each case spoilt."""
-    room, odd, _, _ = WAYS[which]
-    cases = (*room.SHAPES["cpu"], replace(room.SHAPES["cpu"][0], name="odd", **odd))
+def _ways(at: ranks.Rank, folder: Path, workload: int, corrupted: tuple[str, ...]) -> list[Any]:
+    """Bench all ways, then two ways without time left and with corrupted operators."""
+    room, indivisible, _, _ = WAYS[workload]
+    cases = (*room.SHAPES["cpu"], replace(room.SHAPES["cpu"][0], name="odd", **indivisible))
     settings = BenchSettings(
         subject=room.SUBJECT, cases=cases, modes=("idle",), device="cpu", rounds=2, seconds=600.0,
         timelines=True, csv=folder / "ways.csv",
     )  # fmt: skip
-    some = replace(settings, schedules=("auto", "serial", "growing", "shard-overlap"))
-    few = replace(settings, schedules=("auto", "serial"), timelines=False, csv=folder / "few.csv")
-    late = replace(few, seconds=-1.0)
+    some_ways = replace(settings, schedules=("auto", "serial", "growing", "shard-overlap"))
+    short = replace(settings, schedules=("auto", "serial"), timelines=False, csv=folder / "few.csv")
+    late = replace(short, seconds=-1.0)
     with pytest.MonkeyPatch.context() as patch:
-        first = {operator: names[:4] for operator, names in attention.SCHEDULES.items()}
-        patch.setattr(attention, "SCHEDULES", first)
-        found = [bench(one) for one in (settings if which else some, late)]
+        shortened = {operator: names[:4] for operator, names in attention.SCHEDULES.items()}
+        patch.setattr(attention, "SCHEDULES", shortened)
+        tables = [bench(options) for options in (settings if workload else some_ways, late)]
         with ExitStack() as stack:
-            for operator in spoilt:
-                stack.enter_context(_spoilt(operator, at.rank))
-            found.append(bench(few))
-    return found
+            for operator in corrupted:
+                stack.enter_context(_corrupted(operator, at.rank))
+            tables.append(bench(short))
+    return tables
 
 
-@pytest.mark.parametrize("which", range(len(WAYS)))
+@pytest.mark.parametrize("workload", range(len(WAYS)))
 def test_ways_are_proven_and_timed_and_wrong_ones_are_not(
-    tmp_path: Path, which: int, capsys: Any
+    tmp_path: Path, workload: int, capsys: Any
 ) -> None:
-    room, _, operator, note = WAYS[which]
-    spoilt = ("experts",) if which == 0 else ("all_gather_attention", "ulysses_attention")
-    (rows, late, wrong), none = ranks.run(2, _ways, tmp_path, which, spoilt, timeout=300.0)
-    assert set(none) == {None}
+    room, _, operator, note = WAYS[workload]
+    corrupted = ("experts",) if workload == 0 else ("all_gather_attention", "ulysses_attention")
+    (rows, late, wrong), no_rows = ranks.run(2, _ways, tmp_path, workload, corrupted, timeout=300.0)
+    assert set(no_rows) == {None}
     assert set(rows["status"]) == {"ok", "skipped"} and rows["note"].iloc[-1] == note
     ok = rows[rows["status"] == "ok"]
     assert (ok["ms"] > 0).all()
-    for _, mine in ok.groupby("operator" if which else "case"):
-        by_way = mine.set_index("way")
+    for _, of_case in ok.groupby("operator" if workload else "case"):
+        by_way = of_case.set_index("way")
         parts = by_way[by_way["speedup"].isna()]
         assert len(parts) == 2 and by_way["ms"]["ideal"] >= parts["ms"].max()
-        whole = by_way.drop([*parts.index, "ideal"])
-        assert (whole["share"] < whole["in_turn"]).all() and (whole["speedup"] == 1.0).any()
+        timed = by_way.drop([*parts.index, "ideal"])
+        assert (timed["share"] < timed["in_turn"]).all() and (timed["speedup"] == 1.0).any()
         assert by_way["took"]["auto"] and sum(by_way["took"] != "") == 1
     rows = room.SUBJECT.schema.read(tmp_path / "ways.csv")
-    text = harness.report(room.SUBJECT, rows, {}, "name")
-    assert ("| 8 experts, top 2 | 256 | 64, 128 |", "| 256 | 8 (4), 16, causal |")[which] in text
-    assert f"| auto ({ok['took'][ok['way'] == 'auto'].iloc[0]}) |" in text
+    page = harness.report(room.SUBJECT, rows, {}, "name")
+    assert ("| 8 experts, top 2 | 256 | 64, 128 |", "| 256 | 8 (4), 16, causal |")[workload] in page
+    assert f"| auto ({ok['took'][ok['way'] == 'auto'].iloc[0]}) |" in page
     harness.show_ways(room.SUBJECT, rows)
     table = capsys.readouterr().out
     assert "│ auto (" in table and "│ serial " in table and "---" not in table
     case = ("layer: 8 experts, top 2; tokens a rank: 256; ", "positions: 256; heads (of keys), ")
-    assert case[which] in table and "\nx baseline  the fastest baseline over" in table
+    assert case[workload] in table and "\nx baseline  the fastest baseline over" in table
     assert f"all ways of odd: skipped: {note}\n" in table
     assert cli.run(["plot", str(tmp_path / "ways.csv"), "--report"]) == 0
-    assert (tmp_path / "ways.md").read_text().partition("Forward passes")[2] in text
+    assert (tmp_path / "ways.md").read_text().partition("Forward passes")[2] in page
     assert (tmp_path / "ways.png").read_bytes().startswith(b"\x89PNG")
-    assert "of odd: skipped" in text and ("skew 0.5 |" in text) == (which == 0)
+    assert "of odd: skipped" in page and ("skew 0.5 |" in page) == (workload == 0)
     timelines = loads((tmp_path / "ways_timelines.json").read_text(), "ways")
     assert (tmp_path / "ways_timelines.png").exists() and len(timelines) > 6
     for pair in zip(timelines[::2], timelines[1::2], strict=True):
         assert operator in pair[0].problem and pair[0].ranks
         computed = [
-            [[bar for bar in bars if bar.kind in ("matmul", "attend")] for bars in one.ranks]
-            for one in pair
+            [[bar for bar in bars if bar.kind in ("matmul", "attend")] for bars in run.ranks]
+            for run in pair
         ]
-        named = [[sorted((bar.lane, bar.label) for bar in bars) for bars in of] for of in computed]
+        named = [[sorted((b.lane, b.label) for b in bars) for bars in run] for run in computed]
         assert named[0] == named[1], pair[0].title
-        spent = [sum(bar.stop_s - bar.start_s for bars in of for bar in bars) for of in computed]
-        # What is planned takes what was measured, at the rates of that very call; what simulates
-        # steps knows more of them than a rate.
+        spent = [sum(bar.stop_s - bar.start_s for bars in run for bar in bars) for run in computed]
+        # The planned timeline uses the rates measured in the same call, so both take about as long.
+        # They differ because the simulation models more than one rate per step.
         assert spent[1] > 0 and 0.5 < spent[0] / spent[1] < 1.6, pair[0].title
 
     missed = wrong[wrong["status"] == "wrong"]
-    ours = ["auto", "auto, exact rows", "serial"]
-    for _, mine in missed.groupby("operator" if which else "case"):
-        assert sorted(mine["way"]) == [way for way in ours if which == 0 or "rows" not in way]
+    ways = ["auto", "serial"] if workload else ["auto", "auto, exact rows", "serial"]
+    for _, of_case in missed.groupby("operator" if workload else "case"):
+        assert sorted(of_case["way"]) == ways
     assert set(missed["note"]) == {"wrong result on ranks [1]"} and (wrong["status"] == "ok").any()
-    assert not which or set(missed["operator"]) == set(spoilt)
+    assert not workload or set(missed["operator"]) == set(corrupted)
     assert set(late["note"]) == {"out of time (-1 s)"} and set(late["status"]) == {"skipped"}
 
 
 def _data(at: ranks.Rank) -> tuple[list[tuple[list[int], int]], list[float]]:
-    """How often each expert is chosen, and the capacity, of two skews; the largest difference of
-    each way of attention from the first, on random data, whose every key counts."""
+    """Tokens of each expert and the capacity for two skews; the largest difference of each way of
+    attention from the first way, on random data where each key matters."""
     watch = Stopwatch(torch.distributed.group.WORLD, at.device)
     chosen = []
     for skew in (0.0, 1.0):
@@ -740,26 +737,26 @@ def _data(at: ranks.Rank) -> tuple[list[tuple[list[int], int]], list[float]]:
         assert (pairs[:, 0] < pairs[:, 1]).all()  # no expert twice
         counts = data.indices.flatten().bincount(minlength=8).tolist()
         chosen.append((counts, data.capacity))
-    apart = []
+    differences = []
     for shape in attention.SHAPES["cpu"]:
         work = attention.AttentionData(shape, watch)
-        made = [way.call() for way in work.variants().values() if not (way.part or way.lacks)]
-        assert len(made) > 5
-        apart += [float((one - made[0]).abs().max()) for one in made]
+        outputs = [way.call() for way in work.variants().values() if not (way.part or way.lacks)]
+        assert len(outputs) > 5
+        differences += [float((one - outputs[0]).abs().max()) for one in outputs]
     watch.close()
-    return chosen, apart
+    return chosen, differences
 
 
 def test_routes_are_as_skewed_as_the_case_and_attention_is_alike_on_random_data() -> None:
-    for chosen, apart in ranks.run(2, _data):
-        for (counts, capacity), most in zip(chosen, (1.2, 7.0), strict=True):
+    for chosen, differences in ranks.run(2, _data):
+        for (counts, capacity), ratio in zip(chosen, (1.2, 7.0), strict=True):
             popular = [counts[i % 2 * 4 + i // 2] for i in range(8)]  # of both ranks by turns
-            assert most / 2 < popular[0] / popular[-1] < most and max(counts) <= capacity
+            assert ratio / 2 < popular[0] / popular[-1] < ratio and max(counts) <= capacity
         assert popular[0] > popular[2] > popular[4] > popular[6]  # of the skewed case
-        assert max(apart) < 1e-5  # float32, of means of about 1
+        assert max(differences) < 1e-5  # float32, of means of about 1
 
 
-def test_a_way_that_does_not_call_what_it_is_named_after_is_refused() -> None:
+def test_a_way_must_call_the_operation_of_its_name() -> None:
     with pytest.raises(RuntimeError, match="does not call fused_all_gather"):
         layers.require(("aten::add", "fused_all_gather"), lambda: torch.ones(2) + 1)
 
@@ -769,42 +766,42 @@ def test_shapes_of_the_command_line() -> None:
 
     def shapes(words: str = "", device: str = "cuda") -> tuple[list[tuple[str, str]], str]:
         arguments = parser.parse_args(["bench", *words.split()])
-        found, name = command.chosen(arguments, device)
-        return [(case.operator, case.name) for case in found], name
+        chosen, name = command.chosen(arguments, device)
+        return [(case.operator, case.name) for case in chosen], name
 
     assert shapes() == ([(OPERATOR, case.name) for case in cases.SETS["measured"]()], "measured")
-    found, name = shapes("--operator all_to_all_matmul matmul_reduce_scatter")
-    assert len(found) == 12 + 4 + 8 and name == "experts-gain-experts-measured"
-    assert found[-1] == ("matmul_reduce_scatter", "16384x16384x13312")
-    found, name = shapes("--set experts small")
-    assert [operator for operator, _ in found] == ["all_to_all_matmul"] * 4 + [OPERATOR] * 9
+    chosen, name = shapes("--operator all_to_all_matmul matmul_reduce_scatter")
+    assert len(chosen) == 12 + 4 + 8 and name == "experts-gain-experts-measured"
+    assert chosen[-1] == ("matmul_reduce_scatter", "16384x16384x13312")
+    chosen, name = shapes("--set experts small")
+    assert [operator for operator, _ in chosen] == ["all_to_all_matmul"] * 4 + [OPERATOR] * 9
     assert len(shapes(f"--set cpu --operator {' '.join(OPERATORS)}", "cpu")[0]) == 3 * 7
-    found, _ = shapes("--set scenarios experts --only g14 g2")
-    assert [name for _, name in found] == ["g2", "g14", "g14"]
+    chosen, _ = shapes("--set scenarios experts --only g14 g2")
+    assert [name for _, name in chosen] == ["g2", "g14", "g14"]
 
 
 def _timelines(at: ranks.Rank) -> list[list[Timeline]]:
     group: Any = torch.distributed.group.WORLD
-    found = []
+    timelines = []
     for dtype in ("fp8-row", "fp8-block"):
         problem = problem_of_sizes(OPERATOR, 64, 32, 128, dtype, at.world)
         operands = Operands(problem, at.rank, at.device)
         operands.exact(0)
         operands.exact_b()
         calls = {name: table.caller(operands, group, name) for name in ("serial", "growing")}
-        found.append(timelines_of(calls, group, at.device))
-    return found
+        timelines.append(timelines_of(calls, group, at.device))
+    return timelines
 
 
 def test_calls_of_float8_have_timelines() -> None:
-    by_dtype, other = ranks.run(2, _timelines)
-    assert by_dtype == other
-    for recipe, found in zip(("row", "block"), by_dtype, strict=True):
-        assert [one.title for one in found[:2]] == ["serial: planned", "serial: measured"]
-        for one in found:
-            bars = [bar for own in one.ranks for bar in own]
+    by_dtype, by_dtype_of_rank_1 = ranks.run(2, _timelines)
+    assert by_dtype == by_dtype_of_rank_1
+    for recipe, timelines in zip(("row", "block"), by_dtype, strict=True):
+        assert [run.title for run in timelines[:2]] == ["serial: planned", "serial: measured"]
+        for timeline in timelines:
+            bars = [bar for lanes in timeline.ranks for bar in lanes]
             assert {"matmul", "copy"} <= {bar.kind for bar in bars}
-            assert any("scale" in bar.label for bar in bars) and recipe in str(one.problem)
+            assert any("scale" in bar.label for bar in bars) and recipe in str(timeline.problem)
 
 
 def test_bench_writes_rows_report_and_pictures(tmp_path: Path, capfd: Any) -> None:
@@ -817,15 +814,15 @@ def test_bench_writes_rows_report_and_pictures(tmp_path: Path, capfd: Any) -> No
     rows, printed = BENCH.read(out / "tiny.csv"), json.loads(capfd.readouterr().out)
     filled = [{n: math.nan if v is None else v for n, v in row.items()} for row in printed]
     pd.testing.assert_frame_equal(rows, BENCH.frame(filled), rtol=1e-5)
-    found = {row.candidate: row for row in rows[rows["case"] == "a"].itertuples()}
+    timed = {row.candidate: row for row in rows[rows["case"] == "a"].itertuples()}
     assert set(rows["status"][rows["case"] == "odd"]) == {"skipped"}
     for name in ("gemm", "collective", "copies", "pytorch-serial", "serial", "pytorch-pieces"):
-        assert found[name].status == "ok" and found[name].ms > 0 and found[name].rounds == 3, name
-    assert found["ideal"].share == 1.0
-    again = found["shrinking"]  # with one peer, the same plan
-    assert again.note == "the same steps as growing" and again.ms == found["growing"].ms > 0
-    assert found["growing"].extra_bytes > found["hetero-fused-1d:pieces=4@stages=2"].extra_bytes
-    assert found["quack"].status == "skipped" and "GPU" in found["quack"].note
+        assert timed[name].status == "ok" and timed[name].ms > 0 and timed[name].rounds == 3, name
+    assert timed["ideal"].share == 1.0
+    alias = timed["shrinking"]  # with one peer the plan is the same
+    assert alias.note == "the same steps as growing" and alias.ms == timed["growing"].ms > 0
+    assert timed["growing"].extra_bytes > timed["hetero-fused-1d:pieces=4@stages=2"].extra_bytes
+    assert timed["quack"].status == "skipped" and "GPU" in timed["quack"].note
     ends = ".csv .json .md _share.png _speedup.png _timelines.json _timelines.png _trace.json"
     assert {path.name for path in out.iterdir()} == {f"tiny{end}" for end in ends.split()}
     about = json.loads((out / "tiny.json").read_text())
@@ -836,18 +833,18 @@ def test_bench_writes_rows_report_and_pictures(tmp_path: Path, capfd: Any) -> No
     assert {path.name for path in out.glob("again*")} == {"again_share.svg", "again_speedup.svg"}
 
 
-@pytest.mark.parametrize(("seconds", "most", "done"), [(11.9, 100, 5), (10.0, 4, 4), (1.0, 100, 3)])
+@pytest.mark.parametrize(("seconds", "most", "count"), [(11.9, 99, 5), (10.0, 4, 4), (1.0, 99, 3)])
 def test_rounds_end_before_the_seconds_do(
-    seconds: float, most: int, done: int, monkeypatch: Any
+    seconds: float, most: int, count: int, monkeypatch: Any
 ) -> None:
-    """A round of two items takes two seconds; three are made in any case."""
+    """A round of two items takes two seconds; at least three rounds run."""
     clock = _Clock(a=[(1.0, 0.0)], b=[(1.0, 0.0)])
     clock.warm_calls = 1
     monkeypatch.setattr(measure.time, "monotonic", lambda: sum(clock.calls.values()))
     items = [Item("queued", name, Runner(lambda: torch.empty(0))) for name in "ab"]
-    assert rounds(items, clock, ONE_RANK, most=most, seconds=seconds) == done  # type: ignore
-    assert clock.calls == {"a": 1 + done, "b": 1 + done}  # the first call warms up
-    assert all(item.times_s == [1.0] * done for item in items)
+    assert rounds(items, clock, ONE_RANK, most=most, seconds=seconds) == count  # type: ignore
+    assert clock.calls == {"a": 1 + count, "b": 1 + count}  # the first call warms up
+    assert all(item.times_s == [1.0] * count for item in items)
 
 
 def _benched_over_hosts(at: ranks.Rank, path: Path) -> None:
@@ -864,12 +861,12 @@ def test_a_bench_over_hosts(tmp_path: Path) -> None:
     timed = set(rows["candidate"][rows["status"] == "ok"])
     assert timed >= {"gemm", "collective", "copies", "pytorch-serial", "serial", "auto"}
     assert timed >= {"growing", "uniform-fused-2d"} and (rows["status"] != "failed").all()
-    others = rows[rows["candidate"].isin(("pytorch-fused", "pytorch-native"))]
-    why = "not here: it copies through memory that ranks of one host share"
-    assert set(others["note"]) == {why}
+    fused = rows[rows["candidate"].isin(("pytorch-fused", "pytorch-native"))]
+    reason = "not here: it copies through memory that ranks of one host share"
+    assert set(fused["note"]) == {reason}
 
 
-# Ways of AMD's libraries: when they exist, and what they are asked, on doubles of PyTorch's API.
+# Ways of AMD's libraries: their requirements and their calls, on doubles of PyTorch's API.
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
 VARIABLES = sorted({name for one in COPY_ENGINES.values() for name in one.variables})
@@ -877,7 +874,7 @@ VARIABLES = sorted({name for one in COPY_ENGINES.values() for name in one.variab
 
 @pytest.fixture
 def rocm(monkeypatch: Any) -> pytest.MonkeyPatch:
-    """A PyTorch for ROCm whose ranks were started without a variable of RCCL's."""
+    """A PyTorch for ROCm, without RCCL's environment variables."""
     monkeypatch.setattr(torch.version, "hip", "7.15")
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -885,29 +882,29 @@ def rocm(monkeypatch: Any) -> pytest.MonkeyPatch:
 
 
 def test_operators_have_the_collectives_of_their_exchange() -> None:
-    of = {one.name: one.operators for one in table.REFERENCES}
-    kinds = {name: {OPERATORS[one].collective for one in of[name]} for name in COPY_ENGINES}
+    served = {reference.name: reference.operators for reference in table.REFERENCES}
+    kinds = {name: {OPERATORS[key].collective for key in served[name]} for name in COPY_ENGINES}
     assert kinds == {
         "rccl-sdma": {"all-gather", "all-to-all"},
         "rccl-ce-all-reduce": {"all-reduce"},
     }
-    assert of[PRODUCT] == () and set(COPY_ENGINES) < set(report.SERIALS)
+    assert served[PRODUCT] == () and set(COPY_ENGINES) < set(report.SERIALS)
     without_rocm = {
-        lacking(name, on, True) for name in (*COPY_ENGINES, PRODUCT) for on in (CPU, CARD)
+        lacking(name, device, True) for name in (*COPY_ENGINES, PRODUCT) for device in (CPU, CARD)
     }
     assert without_rocm == {"it needs GPUs and PyTorch for ROCm"}
 
 
 @pytest.mark.parametrize("name", COPY_ENGINES)
-def test_a_collective_says_what_it_lacks(name: str, rocm: pytest.MonkeyPatch) -> None:
+def test_a_collective_names_its_missing_requirement(name: str, rocm: pytest.MonkeyPatch) -> None:
     variables = dict(COPY_ENGINES[name].variables)
     first, value = variables.popitem()
     for variable, setting in variables.items():
         rocm.setenv(variable, setting)
     for setting in ("", "0"):
         rocm.setenv(first, setting)
-        text = "RCCL reads its variables once: start all ranks with "
-        assert lacking(name, CARD, True) == f"{text}{first}={value}"
+        advice = "RCCL reads its variables once: start all ranks with "
+        assert lacking(name, CARD, True) == f"{advice}{first}={value}"
     rocm.setenv(first, value)
     assert "one size on all ranks" in lacking(name, CARD, False)
     assert "has not loaded RCCL" in lacking(name, CARD, True)
@@ -917,14 +914,14 @@ def test_a_collective_says_what_it_lacks(name: str, rocm: pytest.MonkeyPatch) ->
     assert lacking(name, CARD, True) == ""
 
 
-def test_hipblaslt_is_asked_for_and_left(rocm: pytest.MonkeyPatch) -> None:
-    """PyTorch answers with the library that it takes, which is another one on some GPUs."""
+def test_hipblaslt_is_preferred_only_in_the_context(rocm: pytest.MonkeyPatch) -> None:
+    """PyTorch returns the library in use, which differs from the requested one on some GPUs."""
     backends = torch._C._BlasBackend
     chosen, offered = [backends.Default], {"hipblaslt": backends.Cublaslt}
 
-    def choose(wanted: Any = None) -> Any:
-        if wanted is not None:
-            chosen.append(offered.get(wanted, wanted))
+    def choose(library: Any = None) -> Any:
+        if library is not None:
+            chosen.append(offered.get(library, library))
         return chosen[-1]
 
     rocm.setattr(torch.backends.cuda, "preferred_blas_library", choose)
@@ -950,10 +947,10 @@ def test_memory_is_registered_before_it_is_timed(monkeypatch: Any) -> None:
     monkeypatch.setattr(gpu, "MemPool", lambda allocator: [allocator])
     monkeypatch.setattr(gpu, "use_mem_pool", use)
     monkeypatch.setattr(gpu, "synchronize", lambda: None)
-    seen: list[list[str]] = []
+    registered_pools: list[list[str]] = []
 
     def register(pool: list[str], symm: bool) -> None:
-        seen.append(list(pool))
+        registered_pools.append(list(pool))
 
     def refuse(pool: list[str], **options: bool) -> None:
         raise TypeError("incompatible function arguments")
@@ -961,7 +958,7 @@ def test_memory_is_registered_before_it_is_timed(monkeypatch: Any) -> None:
     backend = SimpleNamespace(mem_allocator="RCCL's", register_mem_pool=register)
     group: Any = SimpleNamespace(_get_backend=lambda device: backend)
     context = registered(group, CARD, lambda: pools[-1].append("a call"))
-    assert seen == [["RCCL's", "a call"]] and not pools
+    assert registered_pools == [["RCCL's", "a call"]] and not pools
     with context():
         assert pools == [["RCCL's", "a call"]]
     backend.register_mem_pool = refuse

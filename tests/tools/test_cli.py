@@ -1,4 +1,4 @@
-"""The command line: what its commands print, refuse, draw and start; the doctor and the demo."""
+"""The command line: output, refusals, pictures and launches; the doctor and the demo."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_version(ran: Any) -> None:
     assert ran("--version").out == f"ficco {ficco.__version__}\n"
 
 
-def test_explain_waits_for_what_it_measures_and_says_what_could_not_be_measured(
+def test_explain_waits_for_its_measurement_and_lists_failed_candidates(
     monkeypatch: Any, ran: Any
 ) -> None:
     rows = [("growing", "wrong", "3 elements"), ("serial", "skipped", "no memory")]
@@ -71,13 +71,13 @@ def test_explain_waits_for_what_it_measures_and_says_what_could_not_be_measured(
         return BENCH.frame([{"mode": "idle", **dict(zip(names, row))} for row in rows])  # noqa: B905
 
     monkeypatch.setattr("ficco.tools.launch.launch", launched)
-    asked = f"explain {SIZED} --measure --seconds 3600"
-    assert "wrong: growing: 3 elements\nskipped: serial: no mem" in ran(asked, code=1).err
+    command = f"explain {SIZED} --measure --seconds 3600"
+    assert "wrong: growing: 3 elements\nskipped: serial: no mem" in ran(command, code=1).err
     assert limits[0] > 3600
     del rows[0]
-    ran(asked)
+    ran(command)
     rows[:] = [("", "skipped", "63 rows do not divide by 4 ranks")]
-    assert "error: --measure: 63 rows do not divide" in ran(asked, code=2).err
+    assert "error: --measure: 63 rows do not divide" in ran(command, code=2).err
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
@@ -87,18 +87,18 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
     monkeypatch.setattr("ficco.tools.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
     file = tmp_path / "file"
     file.touch()
-    for out, why in ((file, f"{file} (File exists)"), (tmp_path, f"{tmp_path}\n")):
+    for out, reason in ((file, f"{file} (File exists)"), (tmp_path, f"{tmp_path}\n")):
         for command in ("demo", "bench"):
-            said = f"--out: required a folder that can be written to, got {why}"
-            assert said in ran(f"{command} --device cpu --out", out, code=2).err
-        monkeypatch.setattr(os, "access", lambda *_: False)  # as for a user who is not root
+            message = f"--out: required a folder that can be written to, got {reason}"
+            assert message in ran(f"{command} --device cpu --out", out, code=2).err
+        monkeypatch.setattr(os, "access", lambda *_: False)  # a user who is not root
 
 
 # plan
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (f"plan hetero-fused-1d:pieces=4 {SIZED}", ["compute0", "checked for all 4 ranks"]),
         (f"plan growing {SIZED} --m 65", ["rows=[17, 16, 16, 16]"]),
@@ -109,25 +109,26 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
         (f"{ATTENDS} --workspace-bytes 2100 --rank 3", ["2 steps at once"]),
     ],
 )
-def test_what_plans_and_decisions_say(arguments: str, said: list[str], ran: Any) -> None:
-    found = ran(arguments).out
-    assert all(text in found for text in said)
-    assert found.count(f"{found.partition('(')[0]}(") == 1
+def test_output_of_plan_and_explain(arguments: str, expected: list[str], ran: Any) -> None:
+    output = ran(arguments).out
+    assert all(text in output for text in expected)
+    assert output.count(f"{output.partition('(')[0]}(") == 1
 
 
 def test_plan_as_json_and_drawn(tmp_path: Path, ran: Any) -> None:
-    found = json.loads(ran(f"plan growing {SIZED} --rank 2 --json").out)
-    assert (found["rank"], found["source"], found["problem"]["n"]) == (2, "caller", 8)
-    for operator, of, own in (
+    plan = json.loads(ran(f"plan growing {SIZED} --rank 2 --json").out)
+    assert (plan["rank"], plan["source"], plan["problem"]["n"]) == (2, "caller", 8)
+    for operator, signals, of_sum in (
         ("all_gather_matmul", "gates", []),
-        ("matmul_reduce_scatter", "announces", [[0, 16]]),  # for the sum
+        ("matmul_reduce_scatter", "announces", [[0, 16]]),  # this rank's rows, for the sum
     ):
         steps = json.loads(ran(f"plan tiled {SIZED} --json --operator", operator).out)["steps"]
         (product,) = (step for step in steps if step["op"] == "matmul")
-        assert [signal["rows"] for signal in product[of]] == [[16, 32], [32, 48], [48, 64], *own]
+        rows = [signal["rows"] for signal in product[signals]]
+        assert rows == [[16, 32], [32, 48], [48, 64], *of_sum]
     picture, events = tmp_path / "sub" / "plan.png", tmp_path / "plan.json"
-    said = ran(f"plan growing {SIZED} --draw", picture, "--trace", events).err
-    assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in said
+    output = ran(f"plan growing {SIZED} --draw", picture, "--trace", events).err
+    assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in output
     traced = json.loads(events.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in traced if "args" in event}
     assert {"growing rank 3", "compute0", "copy0"} <= names
@@ -135,7 +136,7 @@ def test_plan_as_json_and_drawn(tmp_path: Path, ran: Any) -> None:
 
 TUNE = "tune --ranks 2 --device cpu --out m.yaml"
 OTHER = "--machine h200-4 --operator"
-#: Options of commands and what they are refused for.
+#: Options that commands refuse, and the messages.
 REFUSED: dict[str, Sequence[tuple[str, str]]] = {
     "bench": (
         ("--schedules slowing", "slowing"),
@@ -265,9 +266,9 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
             ("--experts 6", "--experts: required a multiple of 4"),
             ("--hosts 3", "--hosts: required a divisor of --world"),
             ("--activation tanh", "--activation: required one of relu, silu"),
-            (more, f"{more.split()[0]}: required {none}"),
+            (option, f"{option.split()[0]}: required {required}"),
         )
-        for command, more, none in (
+        for command, option, required in (
             ("explain", "--measure", "an operator of products, got experts"),
             ("plan auto", "--workspace-bytes 1", "none for experts"),
         )
@@ -276,45 +277,45 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(f"{command} {more}", said) for command, rows in REFUSED.items() for more, said in rows],
+    ("arguments", "message"),
+    [(f"{name} {options}", text) for name, rows in REFUSED.items() for options, text in rows],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    arguments: str, said: str, tmp_path: Path, monkeypatch: Any, ran: Any
+    arguments: str, message: str, tmp_path: Path, monkeypatch: Any, ran: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = ran(arguments, code=2).err.strip()
-    assert said in text and "usage" not in text and text.count("error:") == 1
-    assert "error:" in text.splitlines()[-1] and not [*tmp_path.iterdir()]
+    output = ran(arguments, code=2).err.strip()
+    assert message in output and "usage" not in output and output.count("error:") == 1
+    assert "error:" in output.splitlines()[-1] and not [*tmp_path.iterdir()]
 
 
 def test_an_interrupted_command_says_how_to_continue(monkeypatch: Any, ran: Any) -> None:
-    for command, said in (("tune", "interrupted; the same command continues"), ("demo", "ted\n")):
+    for name, message in (("tune", "interrupted; the same command continues"), ("demo", "ted\n")):
         interrupt = mock.Mock(side_effect=KeyboardInterrupt)
-        monkeypatch.setattr(f"ficco.tools.cli.measure.run_{command}", interrupt)
-        assert said in ran(command, code=130).err
+        monkeypatch.setattr(f"ficco.tools.cli.measure.run_{name}", interrupt)
+        assert message in ran(name, code=130).err
 
 
 def test_an_error_names_an_option_by_its_type_not_by_its_text(monkeypatch: Any, ran: Any) -> None:
-    for error, said in (
+    for error, message in (
         (InvalidArgument("world", "required fewer"), "error: --world: required fewer\n"),
         (InvalidArgument("ranks", "required fewer"), "error: ranks: required fewer\n"),
         (ValueError("world: the text begins so"), "error: world: the text begins so\n"),
     ):
         refuse = mock.Mock(side_effect=pickle.loads(pickle.dumps(error)))
         monkeypatch.setattr("ficco.heuristics.decide", refuse)
-        assert said in ran(f"explain {SIZED}", code=2).err
+        assert message in ran(f"explain {SIZED}", code=2).err
 
 
 @pytest.mark.parametrize("family", cli.FAMILIES)
 def test_the_help_lists_the_sizes_of_a_family(family: str, ran: Any) -> None:
-    texts = [ran(f"explain {words} {family} --help").out for words in ("", "--operator")]
-    assert texts[0] == texts[1] and f"sizes of {family}:" in texts[0]
-    own = ASKABLE[cli.FAMILIES[family][0]]
-    for name in (name for one in ASKABLE.values() for name in one.sizes):
-        listed = f"  --{name.replace('_', '-')} " in texts[0].replace(",", "").split("\nsizes")[1]
-        assert listed == (name in own.sizes), name
-    assert ("--rows" in texts[0]) == (family == "products")
+    pages = [ran(f"explain {words} {family} --help").out for words in ("", "--operator")]
+    assert pages[0] == pages[1] and f"sizes of {family}:" in pages[0]
+    specification = ASKABLE[cli.FAMILIES[family][0]]
+    for name in (name for family_sizes in ASKABLE.values() for name in family_sizes.sizes):
+        listed = f"  --{name.replace('_', '-')} " in pages[0].replace(",", "").split("\nsizes")[1]
+        assert listed == (name in specification.sizes), name
+    assert ("--rows" in pages[0]) == (family == "products")
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -338,8 +339,8 @@ def test_the_help_has_every_option_and_its_default(ran: Any) -> None:
                 if action.default != argparse.SUPPRESS:
                     assert f"default: {action.default}" in action.help, f"{name} {action.dest}"
     for name in ("plan", "explain", "simulate"):
-        _, _, text = ran(f"{name} --help").out.partition("  --dtype NAME ")
-        listed = re.split(r"[,;]?\s+", text.partition("(default")[0])
+        _, _, listing = ran(f"{name} --help").out.partition("  --dtype NAME ")
+        listed = re.split(r"[,;]?\s+", listing.partition("(default")[0])
         assert {"bfloat16", *SCALED, *CAST_KINDS} <= {*listed}
     for name in ("bfloat16", *SCALED, *CAST_KINDS):
         assert operands_of(name)[0] in (name, "float8_e4m3fn", "float8_e4m3fnuz")
@@ -349,20 +350,20 @@ def test_plot_draws_every_kind_of_csv(tmp_path: Path, ran: Any) -> None:
     results = Path(__file__).parents[2] / "docs" / "results"
     for name in ("layers-h200-4", "losses-h200-2", "simulated/mi300x-8"):
         picture = tmp_path / f"{Path(name).name}.png"
-        said = ran("plot", results / f"{name}.csv", "--out", picture).err
-        assert picture.read_bytes().startswith(b"\x89PNG") and said == f"wrote {picture}\n"
+        output = ran("plot", results / f"{name}.csv", "--out", picture).err
+        assert picture.read_bytes().startswith(b"\x89PNG") and output == f"wrote {picture}\n"
     failed = tmp_path / "failed.csv"
     row = {"case": "x", "candidate": "serial", "world": 2, "hosts": 1, "m": 0, "n": 0, "k": 0}
     append(failed, SIMULATED.frame([row]))
     assert "required a row with a figure, got none" in ran("plot", failed, code=2).err
     failed.write_text("a,b\n1,2\n")
-    said = "required the columns of a CSV of bench, replay or simulate"
-    assert said in ran("plot", failed, code=2).err
+    message = "required the columns of a CSV of bench, replay or simulate"
+    assert message in ran("plot", failed, code=2).err
 
 
 # Operators other than products.
 
-OTHERS = {
+RECORDS = {
     "all_gather_attention": (*ATTENTION, "--placement", "head-tail"),
     "ulysses_attention": (*ATTENTION,),
     "experts": (*EXPERTS,),
@@ -374,32 +375,32 @@ def test_tables_fit_into_a_terminal_and_are_explained(
     command: str, monkeypatch: Any, ran: Any
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    text = ran(f"{command} --m 8192 --n 3584 --k 4096 --machine h200-4").out
-    assert max(map(len, text.splitlines())) <= 100
+    output = ran(f"{command} --m 8192 --n 3584 --k 4096 --machine h200-4").out
+    assert max(map(len, output.splitlines())) <= 100
     meanings = {"plan": "2.0>1 its copy to rank 1", "explain": "\nCIL ", "simulate": "\nideal "}
-    assert meanings[command.split()[0]] in text
+    assert meanings[command.split()[0]] in output
 
 
-@pytest.mark.parametrize("operator", OTHERS)
+@pytest.mark.parametrize("operator", RECORDS)
 def test_attention_and_experts_are_planned_simulated_and_explained(
     operator: str, ran: Any, tmp_path: Path
 ) -> None:
-    def said(*command: str, on: tuple[str, ...] = ("--machine", "h200-4")) -> str:
-        return ran(command[0], operator, *command[1:], *OTHERS[operator], *on).out
+    def output(*command: str, on: tuple[str, ...] = ("--machine", "h200-4")) -> str:
+        return ran(command[0], operator, *command[1:], *RECORDS[operator], *on).out
 
     picture, lines = tmp_path / "picture.svg", tmp_path / "lines.json"
-    text = said("plan", "serial", "--rank", "1", "--draw", str(picture))
-    assert "checked for all 4 ranks" in text and "rank 1 of 4" in text and picture.exists()
-    planned = json.loads(said("plan", "auto", "--json"))
-    assert {one["op"] for one in planned["steps"]} & {"attend", "apply", "matmul"}
+    printed = output("plan", "serial", "--rank", "1", "--draw", str(picture))
+    assert "checked for all 4 ranks" in printed and "rank 1 of 4" in printed and picture.exists()
+    planned = json.loads(output("plan", "auto", "--json"))
+    assert {step["op"] for step in planned["steps"]} & {"attend", "apply", "matmul"}
     assert planned["source"] == "model"
-    if operator == "experts":  # as asked for, and twice the columns for the gate
-        assert " h=8," in text and planned["problem"]["h"] == 8
+    if operator == "experts":  # h columns, and twice as many with the gate
+        assert " h=8," in printed and planned["problem"]["h"] == 8
         columns = {buffer["name"]: buffer["shape"][1] for buffer in planned["buffers"]}
         assert (columns["hidden"], columns["active"]) == (16, 8)
 
-    found = json.loads(said("simulate", "--json", "--timelines", str(lines)))
-    rows = {row["candidate"]: row for row in found}
+    simulated = json.loads(output("simulate", "--json", "--timelines", str(lines)))
+    rows = {row["candidate"]: row for row in simulated}
     longer = max(rows["computed"]["ms"], rows["copies"]["ms"])
     assert rows["ideal"]["ms"] == pytest.approx(longer) and rows["ideal"]["m"] == 0
     names = [name for name in rows if name not in ("computed", "copies", "ideal")]
@@ -410,24 +411,24 @@ def test_attention_and_experts_are_planned_simulated_and_explained(
         assert 0 < rows[name]["share"] < 1
 
     picture.unlink()
-    decision = json.loads(said("explain", "--json", "--draw", str(picture)))
+    decision = json.loads(output("explain", "--json", "--draw", str(picture)))
     assert picture.exists()
     assert decision["schedule"] == planned["schedule"] and decision["reason"] == planned["reason"]
-    predicted = {one["schedule"]: one["predicted"]["queued"] for one in decision["candidates"]}
+    predicted = {row["schedule"]: row["predicted"]["queued"] for row in decision["candidates"]}
     assert predicted == {name: pytest.approx(rows[name]["ms"] * 1e-3) for name in names}
-    table = said("explain")
+    table = output("explain")
     assert f" model: {planned['reason']} " in " ".join(table.split())  # the terminal wraps it
     assert f"* {planned['schedule']} " in table and "memory" in table and "DIL" not in table
 
     over_hosts = ("--machine", "h100-8", "--hosts", "2")
-    planned = json.loads(said("plan", "auto", "--json", on=over_hosts))
-    crossings = [one["work"]["moves"] for one in planned["steps"] if one["op"] == "network"]
+    planned = json.loads(output("plan", "auto", "--json", on=over_hosts))
+    crossings = [step["work"]["moves"] for step in planned["steps"] if step["op"] == "network"]
     assert any(crossings) and planned["source"] == "model"
-    found = json.loads(said("simulate", "serial", "--json", on=over_hosts))
-    assert {(row["world"], row["hosts"]) for row in found} == {(4, 2)}
-    (ms,) = (row["ms"] for row in found if row["candidate"] == "serial")
+    simulated = json.loads(output("simulate", "serial", "--json", on=over_hosts))
+    assert {(row["world"], row["hosts"]) for row in simulated} == {(4, 2)}
+    (ms,) = (row["ms"] for row in simulated if row["candidate"] == "serial")
     assert ms > 0.02  # the network's latency
-    table = said("simulate", "serial", on=over_hosts)
+    table = output("simulate", "serial", on=over_hosts)
     assert "4 ranks on 2 hosts, queued" in table and table.startswith(f"{operator}(")
 
 
@@ -451,37 +452,37 @@ def test_cases_of_a_bench_of_attention_and_experts() -> None:
 # doctor
 
 
-def test_doctor_says_what_is_here_and_what_so_many_ranks_would_use(
+def test_doctor_describes_this_machine_and_its_choices_for_a_number_of_ranks(
     capsys: Any, monkeypatch: Any, ran: Any
 ) -> None:
-    said = {}
+    uses = {}
     for number in (None, 1, 2):
         options = () if number is None else ("--ranks", number)
-        found = json.loads(ran("doctor --device cpu --json", *options).out)
-        said[number] = found["use"]["schedule='auto'"]
+        report = json.loads(ran("doctor --device cpu --json", *options).out)
+        uses[number] = report["use"]["schedule='auto'"]
         call = {"ranks": number, "engine": "cpu", "result": "right on every rank"}
-        assert found.get("call") == (call if number else None)
-    assert found["versions"]["python"] == sys.version.split()[0]
-    assert found["devices"][0]["cores"] >= 1
-    assert "float32" in found["engines"]["cpu"]["accumulate"]
-    assert set(found["engines"]) == {"cpu", "cuda", "hip"}
-    assert found["use"]["tensors on cpu"].startswith("cpu")
-    assert said[None].startswith("for 4 ranks on cpu: by the figures of cpu (")
-    assert said[1].startswith("for 1 rank on cpu: serial, since")
+        assert report.get("call") == (call if number else None)
+    assert report["versions"]["python"] == sys.version.split()[0]
+    assert report["devices"][0]["cores"] >= 1
+    assert "float32" in report["engines"]["cpu"]["accumulate"]
+    assert set(report["engines"]) == {"cpu", "cuda", "hip"}
+    assert report["use"]["tensors on cpu"].startswith("cpu")
+    assert uses[None].startswith("for 4 ranks on cpu: by the figures of cpu (")
+    assert uses[1].startswith("for 1 rank on cpu: serial, since")
     decision = ficco.explain("all_gather_matmul", m=64, n=64, k=64, world=2, machine="cpu")
     assert decision.source == "fallback"
-    assert said[2] == f"for 2 ranks on cpu: {decision.schedule}, since {decision.reason}"
-    doctor.show(found)
-    shown = capsys.readouterr().out
-    assert all(t in shown for t in ("Engine cpu", "What would be used", "right on every rank"))
-    assert "float8 products" in shown and "partial_signals" not in shown
-    assert found["extra"] == dict.fromkeys(cli.EXTRA, "installed")
+    assert uses[2] == f"for 2 ranks on cpu: {decision.schedule}, since {decision.reason}"
+    doctor.show(report)
+    printed = capsys.readouterr().out
+    assert all(t in printed for t in ("Engine cpu", "What would be used", "right on every rank"))
+    assert "float8 products" in printed and "partial_signals" not in printed
+    assert report["extra"] == dict.fromkeys(cli.EXTRA, "installed")
     monkeypatch.setitem(sys.modules, "rich", None)
-    said = "rich        rich: required, and not installed; `pip install"
-    assert said in ran("doctor --device cpu").out
+    message = "rich        rich: required, and not installed; `pip install"
+    assert message in ran("doctor --device cpu").out
 
 
-def test_doctor_survives_what_is_broken(monkeypatch: Any) -> None:
+def test_doctor_survives_errors(monkeypatch: Any) -> None:
     def broken(*_: object) -> None:
         raise OSError("no such driver")
 
@@ -489,24 +490,24 @@ def test_doctor_survives_what_is_broken(monkeypatch: Any) -> None:
         for part in ("versions", "devices", "links", "use"):
             patch.setattr(doctor, part, broken)
         patch.setattr(doctor, "capabilities", lambda name: broken())
-        found = doctor.report()
-    json.dumps(found)
-    doctor.show(found)
-    assert found["links"] == "cannot be told: OSError: no such driver"
-    assert found["engines"]["cpu"] == "cannot be used here: no such driver"
-    # No advice of ROCm to a PyTorch without it.
-    monkeypatch.setitem(sys.modules, "ficco.dma.hip_api", None)  # as without hip-python
-    for version, said in ((None, "this torch is built without ROCm"), ("7.2", "hip_api")):
+        report = doctor.report()
+    json.dumps(report)
+    doctor.show(report)
+    assert report["links"] == "cannot be told: OSError: no such driver"
+    assert report["engines"]["cpu"] == "cannot be used here: no such driver"
+    # PyTorch without ROCm gets no advice about ROCm.
+    monkeypatch.setitem(sys.modules, "ficco.dma.hip_api", None)  # hip-python is not installed
+    for version, message in ((None, "this torch is built without ROCm"), ("7.2", "hip_api")):
         monkeypatch.setattr(torch.version, "hip", version)
-        assert said in doctor._why_no_hip()
+        assert message in doctor._why_no_hip()
 
 
 # demo
 
 
 def test_demo_proves_every_schedule(tmp_path: Path) -> None:
-    code, text = ranks.run(2, _demo, tmp_path, timeout=300.0)[0]
-    lines = text.splitlines()
+    code, output = ranks.run(2, _demo, tmp_path, timeout=300.0)[0]
+    lines = output.splitlines()
     rows = (tmp_path / "demo.csv").read_text().splitlines()[2:]
     picture = tmp_path / "timelines.png"
     drawn = {row.split(",")[0] for row in rows}
@@ -515,8 +516,8 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
     assert code == 0 and f"demo ok: {len(rows)} schedules exact on 2 ranks" in lines
     assert picture.stat().st_size > 10_000 and lines[-1].startswith(f"open {picture}: ")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert text.count("model: ") == 3  # decisions, with their reasons
-    # The operators' table repeats the times of the schedule that auto takes, and ratios follow.
+    assert output.count("model: ") == 3  # decisions, with their reasons
+    # The operators' table repeats the times of auto's schedule; ratios are quotients of times.
     tables = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     by_schedule = {row[0]: row[1:] for row in tables if len(row) == 4}
     by_operator = {row[0]: row[1:] for row in tables if row[-1:] == ["exact"] and len(row) == 6}
@@ -526,40 +527,41 @@ def test_demo_proves_every_schedule(tmp_path: Path) -> None:
     assert by_schedule["torch.distributed, then matmul"][0] == times[1]
     for _, ms, torch_ms, ratio, _ in by_operator.values():
         assert float(ratio) == pytest.approx(float(torch_ms) / float(ms), abs=0.02)
-    assert f"auto takes {schedule} for all_gather_matmul (" in text
+    assert f"auto takes {schedule} for all_gather_matmul (" in output
 
 
 def test_the_demo_takes_gpus_where_there_are_any(monkeypatch: Any) -> None:
-    taken = []
+    launches = []
     monkeypatch.setattr("ficco.tools.launch.default_device", lambda: "cuda")
-    monkeypatch.setattr("ficco.tools.launch.launch", lambda *args, **how: taken.append((args, how)))
+    monkeypatch.setattr("ficco.tools.launch.launch", lambda *a, **kw: launches.append((a, kw)))
     assert [cli.run(["demo", *options]) for options in ([], ["--device", "cpu"])] == [0, 0]
-    assert [args[2] for args, _ in taken] == [how["device"] for _, how in taken] == ["cuda", "cpu"]
+    devices = [(args[2], kwargs["device"]) for args, kwargs in launches]
+    assert devices == [("cuda", "cuda"), ("cpu", "cpu")]
 
 
-def test_the_demo_says_why_auto_takes_a_schedule_and_what_is_wrong() -> None:
+def test_the_demo_explains_auto_and_names_wrong_results() -> None:
     decision = decide(Case("", 768, 384, 768, "float32").problem(4), machine=find("cpu", None))
     assert decision.why in demo.about_times(decision, torch.device("cpu")).replace("\n", " ")
-    for exact, other, said in (
+    for exact_schedules, exact_y, message in (
         ([True, True, None], True, "ok: 1 schedules exact on 4 ranks"),
         ([True, True, False], True, "failed: wrong results of b"),
         ([True, True, True], False, "failed: wrong results of y"),
     ):
-        operators = pd.DataFrame({"operator": ["x", "y"], "exact": [True, other]})
-        results = pd.DataFrame({"schedule": ["torch", "a", "b"], "exact": exact})
-        assert verdict(results, 4, operators) == (f"demo {said}", int("failed" in said))
+        operators = pd.DataFrame({"operator": ["x", "y"], "exact": [True, exact_y]})
+        results = pd.DataFrame({"schedule": ["torch", "a", "b"], "exact": exact_schedules})
+        assert verdict(results, 4, operators) == (f"demo {message}", int("failed" in message))
 
 
 def _demo(at: ranks.Rank, out: Path) -> tuple[int, str]:
-    with contextlib.redirect_stdout(io.StringIO()) as text, pytest.MonkeyPatch.context() as patch:
+    with contextlib.redirect_stdout(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "ROUNDS", 2)
         patch.setattr(demo, "KNOBS", demo.KNOBS[:2])
-        patch.setattr(demo, "draw", lambda lines, *where, **how: draw(lines[:4], *where, **how))
-        return demo.demo("cpu", out), text.getvalue()
+        patch.setattr(demo, "draw", lambda lines, *args, **kwargs: draw(lines[:4], *args, **kwargs))
+        return demo.demo("cpu", out), output.getvalue()
 
 
 def _wrong_demo(at: ranks.Rank) -> pd.DataFrame:
-    """Rows of the demo, where the second call of rank 1 is wrong."""
+    """Rows of a demo with a wrong second call on rank 1."""
 
     def build(candidate: BenchCandidate, operands: Operands, _: object) -> Runner:
         calls = count(1)

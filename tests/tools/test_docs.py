@@ -17,7 +17,7 @@ from docs.make import check, language
 def test_the_program_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     script = f"import torch\ntorch.set_num_threads(1)\n{check.program(page)}"  # ranks share cores
     ended = end_of(start_ranks(tmp_path, script, 2), 120)
-    assert not any(one.code for one in ended), ended
+    assert not any(rank.code for rank in ended), ended
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_links_code_and_addresses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "places"),
+    ("name", "text", "lines"),
     [
         ("page.md", "Rows travel.\n\n```\nWhat is code\n```\nWhat a rank sends.\n", [6]),
         ("page.md", "Rows of the peers travel with theirs.\n", [1]),
@@ -64,13 +64,13 @@ def test_links_code_and_addresses(tmp_path: Path) -> None:
         ("a.py", '"""Which row to send.\n\nWhy?\n"""\nfound.append(1)\n', [1]),
     ],
 )
-def test_language(name: str, text: str, places: list[int], tmp_path: Path) -> None:
+def test_language(name: str, text: str, lines: list[int], tmp_path: Path) -> None:
     page = tmp_path / name
     page.write_text(text)
-    assert [match.place for match in language.matches(page)] == [f"{page}:{i}" for i in places]
+    assert [match.place for match in language.matches(page)] == [f"{page}:{i}" for i in lines]
 
 
-#: For a check, a text of a page that it must miss once it is changed.
+#: A check, a page, and a text whose change the check must detect.
 CHANGED = (
     ("tables", "api/machine-file.md", "| `name` |"),
     ("tables", "../README.md", "times as fast"),
@@ -83,9 +83,9 @@ CHANGED = (
 def test_a_changed_page(name: str, page: str, text: str, tmp_path: Path, monkeypatch: Any) -> None:
     docs = tmp_path / "docs"
     (docs / "api").mkdir(parents=True)
-    for one in (*check.DOCS.iterdir(), *(check.DOCS / "api").iterdir()):
-        if one.name != "api":
-            (docs / one.relative_to(check.DOCS)).symlink_to(one)
+    for path in (*check.DOCS.iterdir(), *(check.DOCS / "api").iterdir()):
+        if path.name != "api":
+            (docs / path.relative_to(check.DOCS)).symlink_to(path)
     (tmp_path / "README.md").symlink_to(check.ROOT / "README.md")
     monkeypatch.setattr(check, "DOCS", docs)
     run: Callable[[], Iterator[str]] = getattr(check, name)

@@ -1,6 +1,6 @@
-"""The launcher of ranks: what it returns, how ranks end, and who says how many there are.
+"""The launcher of ranks: its result, the end of ranks, and the number of ranks.
 
-Ranks import this file, so that it imports little.
+Ranks import this file, so it imports little.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ficco.errors import ConfigError
 from ficco.tools.launch import RankFailed, check_ranks, launch, own_rank
 
 
-def _fail(how: str) -> None:
+def _fail(fault: str) -> None:
     if dist.get_rank() == 1:
-        if how == "raise":
+        if fault == "raise":
             raise ZeroDivisionError("on purpose")
-        if how == "kill":
+        if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-    if how == "hang":
+    if fault == "hang":
         time.sleep(100)
     dist.barrier()
 
 
 def _listeners() -> list[str]:
-    """Addresses at which the store of the ranks can be reached, in the kernel's notation."""
+    """Addresses of the ranks' store, as in /proc/net/tcp."""
     store = dist.distributed_c10d._get_default_store()
     while not hasattr(store, "port"):
         store = store.underlying_store
@@ -55,11 +55,11 @@ def _stay(folder: str, deaf: bool = False) -> None:
     time.sleep(60)
 
 
-def _within(seconds: float, true: Callable[[], bool]) -> bool:
+def _within(seconds: float, condition: Callable[[], bool]) -> bool:
     end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
+    while not condition() and time.monotonic() < end:
         time.sleep(0.02)
-    return true()
+    return condition()
 
 
 def test_the_store_is_reached_from_this_machine_only() -> None:
@@ -82,19 +82,19 @@ def test_ranks_that_do_not_end_are_waited_for_together(tmp_path: Path, monkeypat
     assert not any(map(_runs, os.listdir(tmp_path)))
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_with_whoever_started_them(how: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_parent(number: signal.Signals, tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     parent = context.Process(target=launch, args=(_stay, 2, str(tmp_path)))
     parent.start()
     assert _within(100, lambda: len(os.listdir(tmp_path)) == 2) and parent.pid is not None
-    os.kill(parent.pid, how)
+    os.kill(parent.pid, number)
     parent.join(30)
     assert _within(15, lambda: not any(map(_runs, os.listdir(tmp_path))))
 
 
 @pytest.mark.parametrize(
-    ("how", "seconds", "kind", "said"),
+    ("fault", "seconds", "kind", "message"),
     [
         ("raise", 60.0, "ZeroDivisionError", "on purpose"),
         ("kill", 60.0, "exit", "SIGKILL"),
@@ -102,23 +102,23 @@ def test_ranks_end_with_whoever_started_them(how: signal.Signals, tmp_path: Path
     ],
 )
 def test_launch_says_which_rank_failed_and_how(
-    how: str, seconds: float, kind: str, said: str
+    fault: str, seconds: float, kind: str, message: str
 ) -> None:
     began = time.monotonic()
-    with pytest.raises(RankFailed, match=said) as caught:
-        launch(_fail, 2, how, timeout_s=seconds)
+    with pytest.raises(RankFailed, match=message) as caught:
+        launch(_fail, 2, fault, timeout_s=seconds)
     assert caught.value.kind == kind
-    assert how == "hang" or caught.value.rank == 1
-    assert ("_fail" in caught.value.details) == (how == "raise")
+    assert fault == "hang" or caught.value.rank == 1
+    assert ("_fail" in caught.value.details) == (fault == "raise")
     assert time.monotonic() - began < 30
 
 
-def test_ranks_are_what_a_whole_launcher_says(monkeypatch: Any) -> None:
+def test_ranks_come_from_the_launcher_only_if_its_variables_are_complete(monkeypatch: Any) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert (check_ranks(None, "cuda"), check_ranks(None, "cpu")) == (2, 4)
     with pytest.raises(ValueError, match="at most 2"):
         check_ranks(3, "cuda")
-    monkeypatch.setenv("RANK", "1")  # left over, or a scheduler's own
+    monkeypatch.setenv("RANK", "1")  # a stale variable, or a scheduler's
     assert own_rank() == 0
     for name, value in (("WORLD_SIZE", "3"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)

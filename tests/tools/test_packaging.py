@@ -1,4 +1,4 @@
-"""The wheel holds what it should, and importing ficco has no side effect."""
+"""The wheel's files, the import without side effects, and commands without the extra."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ import hatch_build
 ROOT = Path(ficco.__file__).resolve().parents[1]
 
 
-def python(*args: str, executable: Path | str = sys.executable, **how: Any) -> str:
-    """Output of an interpreter that does not see the checkout, unless told to."""
-    done = subprocess.run([executable, *args], capture_output=True, text=True, timeout=200, **how)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def python(*args: str, executable: Path | str = sys.executable, **kwargs: Any) -> str:
+    """Output of an interpreter that does not import the checkout by default."""
+    run = subprocess.run([executable, *args], capture_output=True, text=True, timeout=200, **kwargs)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel made from that sdist."""
+    """A folder with the sdist and the wheel built from it."""
     if not (ROOT / "pyproject.toml").exists():
         pytest.skip("needs a checkout")
     out = tmp_path_factory.mktemp("dist")
@@ -44,18 +44,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment that has the wheel, and this one's torch."""
+    """The interpreter of a new environment with the wheel and this environment's torch."""
     folder = tmp_path_factory.mktemp("env")
     python("-m", "venv", "--without-pip", str(folder))
     executable = folder / "bin" / "python"
     (wheel,) = built.glob("*.whl")
-    # pip of this interpreter installs into the other: nothing is downloaded.
+    # This interpreter's pip installs into the new environment and downloads nothing.
     install = ["-m", "pip", "--python", str(executable), "install", "--no-deps", "--no-index"]
     python(*install, "--disable-pip-version-check", "-q", str(wheel))
     purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(python("-c", purelib, executable=executable).strip())
     assert site.is_relative_to(folder)
-    # Behind its own packages: those of this environment, and of the one below it.
+    # The new environment's packages precede those of this environment and of its base.
     paths = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
     (site / "torch.pth").write_text("\n".join(paths) + "\n")
     return executable
@@ -86,11 +86,11 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(built: Path) -> None:
     assert "Project-URL" not in metadata
     with tarfile.open(sdist) as archive_of_source:
         sources = {name.split("/", 1)[-1] for name in archive_of_source.getnames()}
-    wanted = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "hatch_build.py"}
-    assert {*wanted, "configs/scenarios.csv"} <= sources
-    # The last two are what hatchling adds.
+    required = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "hatch_build.py"}
+    assert {*required, "configs/scenarios.csv"} <= sources
+    # hatchling adds the last two.
     tops = {name.split("/")[0] for name in sources}
-    assert tops <= {*wanted, "configs", "ficco", "PKG-INFO", ".gitignore"}
+    assert tops <= {*required, "configs", "ficco", "PKG-INFO", ".gitignore"}
     assert sdist.stat().st_size < 2 << 20
 
 
@@ -127,7 +127,7 @@ print(json.dumps({
     "file": ficco.__file__,
     "version": importlib.metadata.version("ficco"),
     "configs": sorted(p.name for p in (folder / "configs").iterdir()),
-    "found": str(configs()),
+    "configs_path": str(configs()),
     "decision": str(ficco.explain("all_gather_matmul", m=8, n=8, k=8, world=2)),
     "backend": [
         str(type(point.load()))
@@ -139,21 +139,21 @@ print(json.dumps({
 
 def test_wheel_installs_imports_and_runs(installed: Path, tmp_path: Path) -> None:
     # -I: neither the working directory nor PYTHONPATH leads back to the checkout.
-    found = json.loads(python("-I", "-c", INSTALLED, executable=installed, cwd=tmp_path))
-    assert Path(found["file"]).is_relative_to(installed.parents[1])
-    assert found["configs"] == sorted(p.name for p in (ROOT / "configs").iterdir())
-    assert Path(found["found"]).is_relative_to(installed.parents[1])
-    assert found["version"] == ficco.__version__ and found["decision"]
-    assert found["backend"] == ["<class 'ficco.passes.compiling.Backend'>"]
+    report = json.loads(python("-I", "-c", INSTALLED, executable=installed, cwd=tmp_path))
+    assert Path(report["file"]).is_relative_to(installed.parents[1])
+    assert report["configs"] == sorted(p.name for p in (ROOT / "configs").iterdir())
+    assert Path(report["configs_path"]).is_relative_to(installed.parents[1])
+    assert report["version"] == ficco.__version__ and report["decision"]
+    assert report["backend"] == ["<class 'ficco.passes.compiling.Backend'>"]
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     by_name = python("--help", executable=installed.parent / "ficco", cwd=tmp_path, env=clean)
     by_module = python("-I", "-m", "ficco", "--help", executable=installed, cwd=tmp_path)
-    for text in (by_name, by_module):
-        assert all(command in text for command in ("demo", "bench", "plan", "doctor"))
+    for output in (by_name, by_module):
+        assert all(command in output for command in ("demo", "bench", "plan", "doctor"))
 
 
-#: Runs each argument and prints what it changed of the state that a process shares. Devices must
-#: not even be counted: on some machines that costs seconds, and no fork may follow it.
+#: Runs each argument and prints the parts of the process's state that it changed. Even counting
+#: devices is an error: it takes seconds on some machines, and a process must not fork after it.
 CHANGES = """
 import json, logging, os, signal, sys, threading, warnings
 import torch
@@ -182,13 +182,13 @@ def state():
         "GPUs": torch.cuda.is_initialized(),
     }
 
-had = set(sys.modules)
+present = set(sys.modules)
 for code in sys.argv[1:]:
     before = state()
     exec(code)
     after = state()
     print(*[name for name in before if before[name] != after[name]])
-print(*set(sys.modules) - had)
+print(*set(sys.modules) - present)
 """
 
 #: Side effects that the program above must see.
@@ -201,8 +201,8 @@ SIDE_EFFECTS = {
     "os.environ['FICCO_X'] = ''": "environment",
 }
 
-#: Modules that cost time or touch a device; whoever needs one imports it on first use. PyTorch's
-#: FLOP counter is none of them, though it imports Triton where that is installed: 0.06 to 0.14 s.
+#: Slow modules, and modules that touch a device; they are imported on first use. PyTorch's FLOP
+#: counter is allowed, although it imports Triton where that is installed (0.06 to 0.14 s).
 HEAVY = (
     "pandas matplotlib rich yaml torch.distributed._symmetric_memory torch._dynamo "
     "torch._inductor cuda hip pytest ficco.tools.cli ficco.tools.doctor ficco.tools.bench "
@@ -227,14 +227,14 @@ def test_importing_has_no_side_effect() -> None:
 
 
 def test_declared_requirements() -> None:
-    """The tests run on a declared Python, and the runtime needs three packages."""
+    """The tests run on a declared Python, and the runtime requires three packages."""
     assert f"\nversion: {ficco.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    text = (ROOT / "pyproject.toml").read_text()
-    assert f"Python :: {sysconfig.get_python_version()}" in text
-    assert re.search(r'^dependencies = \["torch\S*", "numpy", "pyyaml\S*"\]$', text, re.M)
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f"Python :: {sysconfig.get_python_version()}" in project
+    assert re.search(r'^dependencies = \["torch\S*", "numpy", "pyyaml\S*"\]$', project, re.M)
 
 
-#: Runs when an interpreter starts, those of ranks included: the extra cannot be imported.
+#: Runs at the start of each interpreter, also of ranks, and makes imports of the extra fail.
 WITHOUT_EXTRA = """
 import sys
 for name in ("pandas", "matplotlib", "rich"):
@@ -244,7 +244,7 @@ for name in ("pandas", "matplotlib", "rich"):
 SIZES = ["--m", "64", "--n", "8", "--k", "32", "--world", "2"]
 
 
-#: The command itself, in a process that has imported torch and no package of the extra.
+#: Runs a command in a process that has imported torch and no package of the extra.
 COMMAND = f"""
 import runpy, sys
 assert not {{"pandas", "matplotlib", "rich"}} & sys.modules.keys()
@@ -255,7 +255,7 @@ runpy.run_module("ficco", run_name="__main__", alter_sys=True)
 
 @pytest.fixture
 def without_extra(tmp_path: Path) -> Callable[..., Ended]:
-    """Runs a command, and the interpreters that it starts, without the packages of the extra."""
+    """Run a command, and the interpreters that it starts, without the packages of the extra."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_EXTRA)
     env, numbers = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, count()
 
@@ -266,23 +266,23 @@ def without_extra(tmp_path: Path) -> Callable[..., Ended]:
     return run
 
 
-def test_what_needs_no_extra_works_without_it(without_extra: Callable[..., Ended]) -> None:
-    for words, said in (
+def test_commands_that_need_no_extra_work_without_it(without_extra: Callable[..., Ended]) -> None:
+    for words, message in (
         (["explain", *SIZES, "--machine", "h200-4"], "predicted"),
         (["doctor", "--device", "cpu", "--ranks", "2"], "right on every rank"),
         (["plan", "growing", *SIZES], "checked for all 2 ranks"),
         (["plan", "growing", *SIZES, "--trace", os.devnull], "checked for all 2 ranks"),
     ):
-        done = without_extra(*words)
-        assert done.code == 0 and said in done.out, done
-    # Nor does the self-test, or anything that it imports: this interpreter is a new one.
+        ended = without_extra(*words)
+        assert ended.code == 0 and message in ended.out, ended
+    # The self-test and its imports do not need the extra either, in a new interpreter.
     files = (ROOT / "ficco/tools/selftest").glob("[!_]*.py")
     names = [f"ficco.tools.selftest.{path.stem}" for path in files]
     assert names
     python("-c", f"{WITHOUT_EXTRA}\nimport {', '.join(names)}", cwd=ROOT)
 
 
-def test_what_needs_the_extra_says_how_to_install_it(without_extra: Callable[..., Ended]) -> None:
+def test_commands_that_need_the_extra_name_it(without_extra: Callable[..., Ended]) -> None:
     for words in (
         ["demo", "--device", "cpu"],
         ["bench", "--device", "cpu"],
@@ -293,16 +293,16 @@ def test_what_needs_the_extra_says_how_to_install_it(without_extra: Callable[...
         ["explain", *SIZES, "--machine", "h200-4", "--draw", "x.png"],
         ["explain", *SIZES, "--measure"],
     ):
-        done = without_extra(*words)
-        assert (done.code, done.out) == (2, ""), done.err
-        (line,) = done.err.splitlines()
+        ended = without_extra(*words)
+        assert (ended.code, ended.out) == (2, ""), ended.err
+        (line,) = ended.err.splitlines()
         assert 'pip install "ficco[bench]"' in line
 
 
 @pytest.mark.parametrize(
     ("changes", "end"),
     [
-        ("", "No rule to make target 'lint'.  Stop."),  # nothing is refused
+        ("", "No rule to make target 'lint'.  Stop."),  # all checks pass
         ("sed -i s/0.1.0/0.2.0/ pyproject.toml", "a section for 0.2.0 in CHANGELOG.md, got none"),
         ("touch new", "required a clean tree, got changes: git status lists them"),
         ("git tag v0.1.0", "required a new version, got 0.1.0, which has a tag"),
@@ -315,5 +315,5 @@ def test_release_refuses(changes: str, end: str, tmp_path: Path) -> None:
     git -c user.name=a -c user.email=a@example.org commit -qm one && {{ {changes or "true"}; }}
     """
     subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True, timeout=60)
-    done = subprocess.run([".ci/release"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode and end in done.stderr.splitlines()[-1], done.stderr
+    run = subprocess.run([".ci/release"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode and end in run.stderr.splitlines()[-1], run.stderr

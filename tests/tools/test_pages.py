@@ -1,4 +1,4 @@
-"""Frames of figures: their files, and reports, tables, pictures and pages that come from them."""
+"""Frames of figures: files, and the reports, tables, pictures and pages made from them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ Line = dict[str, Any]
 def _rows() -> pd.DataFrame:
     """Two shapes in two modes, of a committed bench."""
     rows = BENCH.read(RESULTS / "measured-h200-4.csv")
-    mine = rows["case"].isin(("32768x2048x8192", "8192x7168x8192")) & (rows["mode"] != "graph")
-    return BENCH.frame(rows[mine].to_dict("records"))
+    chosen = rows["case"].isin(("32768x2048x8192", "8192x7168x8192")) & (rows["mode"] != "graph")
+    return BENCH.frame(rows[chosen].to_dict("records"))
 
 
 def test_rows_survive_the_file(tmp_path: Path) -> None:
@@ -45,9 +45,9 @@ def test_rows_survive_the_file(tmp_path: Path) -> None:
     with path.open(newline="") as file:
         assert next(csv.reader(file)) == list(BENCH.columns)
     assert "\n\n" not in path.read_text() and "nan" not in path.read_text()
-    # Equal but for the digits that a file does not hold.
+    # Equal up to the digits that a file holds.
     pd.testing.assert_frame_equal(BENCH.read(path), rows, rtol=1e-5)
-    native = records(rows)[25]  # as JSON has it
+    native = records(rows)[25]  # for JSON
     assert native["candidate"] == "pytorch-native" and native["ms"] is None
     assert (native["m"], type(native["m"])) == (32768, int)
 
@@ -57,25 +57,25 @@ def test_a_row_that_is_damaged_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         BENCH.read(path)
     append(path, _rows()[:3])
-    whole = path.read_text().rstrip("\n")
+    intact = path.read_text().rstrip("\n")
 
     def with_cell(column: str, cell: str) -> str:
-        rows = [line.split(",") for line in whole.splitlines()]
+        rows = [line.split(",") for line in intact.splitlines()]
         rows[2][columns.index(column)] = cell
         return "\n".join(map(",".join, rows))
 
-    for text, said in (
+    for damaged, message in (
         *(
-            (with_cell("m", one), f"row 2, m: required a whole number, got '{one}'")
-            for one in ("-", "", "1.5")
+            (with_cell("m", cell), f"row 2, m: required a whole number, got '{cell}'")
+            for cell in ("-", "", "1.5")
         ),
         (with_cell("ms", "fast"), "row 2, ms: required a number, got 'fast'"),
-        (whole[: whole.rindex(",")], f"row 3, {columns[-1]}: the row ends before"),
-        (f"{whole},7", "required a CSV file"),
+        (intact[: intact.rindex(",")], f"row 3, {columns[-1]}: the row ends before"),
+        (f"{intact},7", "required a CSV file"),
         ("case,m\na,1", "columns"),
     ):
-        path.write_text(f"{text}\n")
-        with pytest.raises(ConfigError, match=re.escape(said)):
+        path.write_text(f"{damaged}\n")
+        with pytest.raises(ConfigError, match=re.escape(message)):
             BENCH.read(path)
     with pytest.raises(KeyError, match="tokens"):
         BENCH.frame([{"tokens": 3}])
@@ -84,123 +84,123 @@ def test_a_row_that_is_damaged_is_named(tmp_path: Path) -> None:
 # Reports, tables and pictures.
 
 
-def test_an_operator_none_of_whose_shapes_was_measured_is_named() -> None:
+def test_an_operator_without_measured_shapes_is_named() -> None:
     skipped = {"operator": "matmul_reduce_scatter", "status": "skipped", "note": "out of time"}
     rows = pd.concat([_rows(), _rows().assign(**skipped)], ignore_index=True)
-    text = report.report(rows, {}, "name", [])
-    assert "skipped: out of time" in text.split("## Not measured")[1]
+    page = report.report(rows, {}, "name", [])
+    assert "skipped: out of time" in page.split("## Not measured")[1]
 
 
 def test_the_best_schedule_is_chosen_by_the_ratio_that_is_shown() -> None:
     rows = _rows().query("mode == 'queued' and case == '8192x7168x8192' and candidate != 'auto'")
     auto = rows.query("candidate == 'shard-overlap'").assign(candidate="auto", note="is x (model)")
     rows = pd.concat([rows, auto], ignore_index=True)
-    ours = rows["kind"] == "ficco"
+    schedules = rows["kind"] == "ficco"
     for name, ratio in (("shard-overlap", "share"), ("uniform-fused-2d", "speedup")):
-        rows.loc[rows["candidate"] == name, ratio] = 0.99 * rows.loc[ours, ratio].max() + 0.1
+        rows.loc[rows["candidate"] == name, ratio] = 0.99 * rows.loc[schedules, ratio].max() + 0.1
         assert list(lines(rows, "queued", ratio)["best", "candidate"]) == [name]
-    # A call with auto has a clock of its own, and is never above the best.
+    # Calls with auto are timed separately, but auto is never reported as faster than the best.
     rows.loc[rows["candidate"] == "auto", "share"] = 2.0
-    found = lines(rows, "queued")
+    best = lines(rows, "queued")
     for role in ("auto", "overlap", "best_1d", "best_2d"):
-        assert (found["best", "share"] >= found[role, "share"]).all(), role
-    assert list(report.schedules(found["best"])) == ["x"]
+        assert (best["best", "share"] >= best[role, "share"]).all(), role
+    assert list(report.schedules(best["best"])) == ["x"]
     assert "| 1.376 | x | 2.00 |" in report.report(rows, {}, "name", [])
-    found = lines(rows.assign(share=math.nan), "queued")["best", "candidate"]  # medians choose
-    assert list(found) == ["growing"]
+    best = lines(rows.assign(share=math.nan), "queued")["best", "candidate"]
+    assert list(best) == ["growing"]  # without ratios the medians decide
 
 
 def test_tables_for_a_terminal(capsys: Any) -> None:
     rows = _rows()
     report.show_shape(rows[rows["case"] == "8192x7168x8192"])
-    text = capsys.readouterr().out
-    assert "8192x7168x8192: m=8192 n=7168 k=8192 bfloat16, 4 ranks" in text
-    row = next(line for line in text.splitlines() if "hetero-fused-1d:pieces=4" in line)
+    output = capsys.readouterr().out
+    assert "8192x7168x8192: m=8192 n=7168 k=8192 bfloat16, 4 ranks" in output
+    row = next(line for line in output.splitlines() if "hetero-fused-1d:pieces=4" in line)
     cells = [cell.strip() for cell in row.strip("│").split("│")]
-    # In both modes milliseconds, share of the ideal and microseconds of the host; KiB once.
+    # For each mode milliseconds, share of the ideal and microseconds of the host; then KiB.
     assert cells[1:] == ["1.463", "0.85", "141", "1.570", "0.84", "93", "192.0"]
-    assert text.index("collective") < text.index("shard-overlap")  # fastest first
-    assert "pytorch-native on 8192x7168x8192: skipped: applies for 2048" in text
+    assert output.index("collective") < output.index("shard-overlap")  # fastest first
+    assert "pytorch-native on 8192x7168x8192: skipped: applies for 2048" in output
     report.show_best(rows)
-    text = capsys.readouterr().out
-    assert "all_gather_matmul: best schedule per shape, queued" in text
-    assert re.search(r"geometric mean +│ +│ +0.95 │ +1.40 │ +1.06 │", text)
-    assert "\nof ideal    ideal over this time; above 1 if" in text
+    output = capsys.readouterr().out
+    assert "all_gather_matmul: best schedule per shape, queued" in output
+    assert re.search(r"geometric mean +│ +│ +0.95 │ +1.40 │ +1.06 │", output)
+    assert "\nof ideal    ideal over this time; above 1 if" in output
     report.show_best(rows.assign(vs_pytorch=math.nan))
     assert "x PyTorch" not in capsys.readouterr().out
 
 
 def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
-    page = tmp_path / "README.md"
-    page.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
-    text = readme.whole_table([(_rows(), {"device": "a device", "ranks": 4}, "docs/x.md")])
-    readme.put_between(page, "results", text)
-    readme.put_between(page, "results", text)
-    found = page.read_text()
-    assert found.startswith("before\n") and found.endswith("\nafter\n") and "old" not in found
-    assert found.count("| `all_gather_matmul` |") == 2
-    page.write_text("no markers")
+    path = tmp_path / "README.md"
+    path.write_text("before\n<!-- results:begin -->\nold\n<!-- results:end -->\nafter\n")
+    table = readme.whole_table([(_rows(), {"device": "a device", "ranks": 4}, "docs/x.md")])
+    readme.put_between(path, "results", table)
+    readme.put_between(path, "results", table)
+    page = path.read_text()
+    assert page.startswith("before\n") and page.endswith("\nafter\n") and "old" not in page
+    assert page.count("| `all_gather_matmul` |") == 2
+    path.write_text("no markers")
     with pytest.raises(ConfigError, match="markers"):
-        readme.put_between(page, "results", text)
+        readme.put_between(path, "results", table)
 
 
-# What auto loses.
+# Regret of auto.
 
 
-def test_regret_of_a_file_from_before_auto_took_kernels() -> None:
-    """Is that of what ``auto`` would take without them, and none of its shapes are left out."""
+def test_regret_of_a_file_without_kernel_schedules() -> None:
+    """The regret is that of ``auto``'s choice without kernels, for all shapes of the file."""
     machine = find("h200-2", None)
     assert machine is not None
     rows = BENCH.read(RESULTS / "unseen-h200-2.csv").query("case == '512x3584x2048'")
     problem = Case("", 512, 3584, 2048).problem(2)
     assert decide(problem, machine=machine).schedule.mover == "kernel"
     assert "serial:kernel" not in set(rows["candidate"])
-    found = [one for _, one in regret.regrets(rows, machine) if one is not None]
-    assert len(found) == 2 and all("kernel" not in one.auto[0] for one in found)
-    assert found[0].best[0] == "shard-overlap:kernel"  # a tuned entry may name it
+    losses = [loss for _, loss in regret.regrets(rows, machine) if loss is not None]
+    assert len(losses) == 2 and all("kernel" not in loss.auto[0] for loss in losses)
+    assert losses[0].best[0] == "shard-overlap:kernel"  # a tuned entry may name it
 
 
-def test_auto_is_held_against_what_it_compares(tmp_path: Path) -> None:
+def test_regret_compares_auto_with_its_candidates(tmp_path: Path) -> None:
     machine, pair = find("h200-4", None), find("h200-2", None)
     assert machine is not None and pair is not None
     problem = Problem("all_gather_matmul", (8192,) * 4, 2048, 8192, "bfloat16")
-    taken = str(decide(problem, machine=machine).schedule)
+    chosen = str(decide(problem, machine=machine).schedule)
     slower = next(
-        str(one)
-        for one in candidates(problem, machine)
-        if str(one) not in (taken, "serial", "serial:collective")
+        str(candidate)
+        for candidate in candidates(problem, machine)
+        if str(candidate) not in (chosen, "serial", "serial:collective")
     )
-    never = "uniform-unfused-2d:pieces=3,pull"  # whatever it takes, auto does not look at it
-    one: Line = {"operator": OPERATOR, "case": "a", "m": 32768, "n": 2048, "k": 8192, "world": 4}
-    one |= {"dtype": "bfloat16", "mode": "queued", "kind": "ficco", "status": "ok"}
+    excluded = "uniform-unfused-2d:pieces=3,pull"  # not a candidate of auto, however fast
+    fields: Line = {"operator": OPERATOR, "case": "a", "m": 32768, "n": 2048, "k": 8192, "world": 4}
+    fields |= {"dtype": "bfloat16", "mode": "queued", "kind": "ficco", "status": "ok"}
 
     def rows_of(times: dict[str, float], **more: Any) -> pd.DataFrame:
-        return BENCH.frame({**one, **more, "candidate": n, "ms": ms} for n, ms in times.items())
+        return BENCH.frame({**fields, **more, "candidate": n, "ms": ms} for n, ms in times.items())
 
-    rows = rows_of({taken: 2.0, slower: 1.6, "serial": 3.0, never: 1.0})
-    ((mode, found),) = regret.regrets(rows, machine)
-    assert mode == "queued" and found is not None
-    assert (found.best, found.auto) == ((slower, 1.6), (taken, 2.0))
-    assert found.loss == pytest.approx(0.25) and never not in found.errors
-    # Several names of one plan have one time, in the middle of theirs.
+    rows = rows_of({chosen: 2.0, slower: 1.6, "serial": 3.0, excluded: 1.0})
+    ((mode, shape),) = regret.regrets(rows, machine)
+    assert mode == "queued" and shape is not None
+    assert (shape.best, shape.auto) == ((slower, 1.6), (chosen, 2.0))
+    assert shape.loss == pytest.approx(0.25) and excluded not in shape.errors
+    # Several names of one plan have one time, the median of their times.
     times = {"growing": 2.0, "shrinking": 1.0, "shard-overlap": 3.0, "serial": 1.5}
     both_rows = rows_of(times, m=1536, n=5504, k=4096, world=2)
-    ((_, found),) = regret.regrets(both_rows, pair)
-    assert found is not None and found.others == 1.5
-    # The first candidate's name, with the time of another name of the same plan.
-    assert (found.auto, found.best) == (("growing:compute=2", 2.0), ("serial", 1.5))
-    # Another operator has decisions and pages of its own.
-    other = Problem("matmul_reduce_scatter", (8192,) * 4, 8192, 2048, "bfloat16")
-    sent = str(decide(other, machine=machine).schedule)
-    summed = rows_of({sent: 2.0, "serial": 3.0}, operator=other.operator, n=8192, k=2048)
-    text = regret.report(pd.concat([rows, summed]), machine, "name")
-    assert "## matmul_reduce_scatter, queued" in text and "## all_gather_matmul, queued" in text
-    # A shape on which what auto takes was not measured is counted.
-    rest = rows[rows["candidate"] != taken]
-    text = regret.report(pd.concat([rows, rest.assign(case="b")]), machine, "name")
-    assert "| shapes | 1 |" in text and "was not measured | 1 |" in text
+    ((_, shape),) = regret.regrets(both_rows, pair)
+    assert shape is not None and shape.others == 1.5
+    # The first candidate's name stands for the plan, with the median time.
+    assert (shape.auto, shape.best) == (("growing:compute=2", 2.0), ("serial", 1.5))
+    # Another operator has separate decisions and pages.
+    scatter = Problem("matmul_reduce_scatter", (8192,) * 4, 8192, 2048, "bfloat16")
+    scattered = str(decide(scatter, machine=machine).schedule)
+    summed = rows_of({scattered: 2.0, "serial": 3.0}, operator=scatter.operator, n=8192, k=2048)
+    page = regret.report(pd.concat([rows, summed]), machine, "name")
+    assert "## matmul_reduce_scatter, queued" in page and "## all_gather_matmul, queued" in page
+    # The page counts shapes without a measurement of auto's choice.
+    without_auto = rows[rows["candidate"] != chosen]
+    page = regret.report(pd.concat([rows, without_auto.assign(case="b")]), machine, "name")
+    assert "| shapes | 1 |" in page and "was not measured | 1 |" in page
     with pytest.raises(ValueError, match="--schedules candidates"):
-        regret.report(rest, machine, "name")
+        regret.report(without_auto, machine, "name")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match="other.csv: header: required columns case"):
         regret.main([str(tmp_path / "other.csv")])
@@ -210,21 +210,21 @@ def test_pictures_have_a_bar_for_auto_and_break_into_rows(tmp_path: Path, monkey
     figures: list[Any] = []
 
     @contextmanager
-    def kept(*args: Any) -> Iterator[Any]:
+    def recorded(*args: Any) -> Iterator[Any]:
         with real(*args) as figure:
             figures.append(figure)
             yield figure
 
     real = report.picture
-    monkeypatch.setattr(report, "picture", kept)
+    monkeypatch.setattr(report, "picture", recorded)
     for name, shapes, rows in (("measured-h200-4", 8, 1), ("unseen-h200-4", 27, 3)):
         table = BENCH.read(RESULTS / f"{name}.csv")
-        there = modes(table)
-        report.shares(table, there, tmp_path / "share.png", name)
+        shown = modes(table)
+        report.shares(table, shown, tmp_path / "share.png", name)
         panels = figures.pop().axes
-        assert len(panels) == rows * len(there)
-        assert sum(len(panel.get_xticks()) for panel in panels) == shapes * len(there)
+        assert len(panels) == rows * len(shown)
+        assert sum(len(panel.get_xticks()) for panel in panels) == shapes * len(shown)
         assert "ficco, auto" in panels[0].get_legend_handles_labels()[1]
-        report.speedups(table, there, tmp_path / "speedup.png", name)
-        assert all(axes.get_legend() is None for axes in figures[-1].axes)  # it covers nothing
+        report.speedups(table, shown, tmp_path / "speedup.png", name)
+        assert all(axes.get_legend() is None for axes in figures[-1].axes)  # bars stay visible
         assert len(figures.pop().legends) == 1

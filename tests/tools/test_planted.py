@@ -1,4 +1,4 @@
-"""The planted faults are still faults of this code, and mutants are of what they are said to be."""
+"""The planted faults still apply to the code, and mutants have their kind and their line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planted.faults import FAULTS, Fault
 from planted.mutants import mutants_of
 from planted.runs import ROOT
 
-TEXT = '''
+SOURCE = '''
 """A docstring with 1 < 2."""
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ class Thing:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_faults_can_be_planted(fault: Fault) -> None:
-    text = (ROOT / fault.path).read_text()
-    wrong = fault.applied(text)
+    source = (ROOT / fault.path).read_text()
+    wrong = fault.applied(source)
     ast.parse(wrong)
-    assert wrong != text and len({fault.name for fault in FAULTS}) == len(FAULTS) == 20
+    assert wrong != source and len({fault.name for fault in FAULTS}) == len(FAULTS) == 20
 
 
-def test_mutants_leave_texts_and_types_alone() -> None:
-    assert [(one.kind, one.old, one.new) for one in mutants_of("x.py", TEXT)] == [
+def test_mutants_leave_texts_and_types_unchanged() -> None:
+    assert [(mutant.kind, mutant.old, mutant.new) for mutant in mutants_of("x.py", SOURCE)] == [
         ("constant", "4", "5"),
         ("condition", "a < 7", "(not a < 7)"),
         ("comparison", "a < 7", "(a <= 7)"),
@@ -47,8 +47,8 @@ def test_mutants_leave_texts_and_types_alone() -> None:
 
 
 def test_a_mutant_is_a_change_of_one_line() -> None:
-    for mutant in mutants_of("x.py", TEXT):
-        changed = mutant.applied(TEXT)
+    for mutant in mutants_of("x.py", SOURCE):
+        changed = mutant.applied(SOURCE)
         ast.parse(changed)
-        pairs = zip(TEXT.splitlines(), changed.splitlines(), strict=True)
+        pairs = zip(SOURCE.splitlines(), changed.splitlines(), strict=True)
         assert [i for i, (old, new) in enumerate(pairs, 1) if old != new] == [mutant.line]

@@ -1,5 +1,5 @@
-"""SPIN proves the Plans of few ranks with a model that shares no code with the proof, and finds the
-same faults."""
+"""SPIN proves the Plans of two and three ranks and finds the faults that the proof finds. Its
+models share no code with the proof."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from ficco.tools.promela import promela
 Plans = Sequence[Plan]
 
 
-def two(problem: Problem, **fields: Any) -> Problem:
-    """The same operator, of two ranks."""
-    return replace(problem, rows=(16,) * 2, **fields)
+def two(problem: Problem, **changes: Any) -> Problem:
+    """Return the problem of the same operator for two ranks."""
+    return replace(problem, rows=(16,) * 2, **changes)
 
 
 def sent(operator: str, world: int = 2) -> Problem:
     return Problem.of_blocks(operator, ((4,) * world,) * world, 24, 32, "bfloat16")
 
 
-def attention(name: str, back: bool = False, **more: Any) -> list[Plan]:
-    forward = AttentionProblem(2, 16, 1, 2, 2, 8, "bfloat16", causal=True, **more)
-    problem = replace(forward, keeps=False).gradient() if back else forward
+def attention(name: str, backward: bool = False, **fields: Any) -> list[Plan]:
+    forward = AttentionProblem(2, 16, 1, 2, 2, 8, "bfloat16", causal=True, **fields)
+    problem = replace(forward, keeps=False).gradient() if backward else forward
     return attention_plans(problem, Schedule.parse(name))
 
 
@@ -68,7 +68,7 @@ GATHERS = (
     *("tiled", "growing:pieces=2,copy=2,compute=2"),
 )
 THREE = (16,) * 3
-#: The Plans that SPIN proves, and in how many calls.
+#: Plans that SPIN proves, and the number of calls.
 CASES: list[tuple[Callable[..., Plans], tuple[Any, ...], int]] = [
     *((build, (name, two(PROBLEM)), 2) for name in GATHERS),
     (build, ("growing:pull", two(PROBLEM, symmetric=True)), 2),
@@ -102,17 +102,17 @@ CASES: list[tuple[Callable[..., Plans], tuple[Any, ...], int]] = [
 
 
 def open_gates(steps: list[Step]) -> None:
-    """Multiply rows before their signal, which is waited for at the end."""
+    """Multiply rows before their signal; only the last step waits for it."""
     i = index(steps, lambda step: step.gates)
     change(retires, waits=lambda waits: (*waits, *steps[i].gates))(steps)
     steps[i] = steps[i]._replace(gates=())
 
 
-def on_one_word(found: list[Plan]) -> Plans:
+def on_one_word(plans: list[Plan]) -> Plans:
     """Let the two signals of rank 1 to rank 0 share a word."""
-    posts = [post for step in found[1].steps if is_copy(step) for post in step.posts]
+    posts = [post for step in plans[1].steps if is_copy(step) for post in step.posts]
     first, second = posts
-    return edits.renamed(found, second, word=first.word)
+    return edits.renamed(plans, second, word=first.word)
 
 
 def on_rank(edit: edits.Edit) -> Callable[[list[Plan]], Plans]:
@@ -126,11 +126,11 @@ def on_both(edit: edits.Edit) -> Callable[[list[Plan]], Plans]:
 DEADLOCK, WRITTEN = "invalid end state", r"assertion violated.*written\["
 WORD, SLOT = (rf"assertion violated.*{name}\[" for name in ("word", "slot"))
 SYMMETRIC = replace(PROBLEM, symmetric=True)
-#: Operands of two ranks under a schedule, what is wrong, and what SPIN says of it.
+#: A problem, a schedule, a fault of its Plans, and a part of SPIN's error.
 FAULTS: dict[str, tuple[Problem, str, Callable[[list[Plan]], Plans], str]] = {
     **{
-        what: (PROBLEM, "growing", on_rank(edit), said)
-        for what, edit, said in (
+        name: (PROBLEM, "growing", on_rank(edit), error)
+        for name, edit, error in (
             ("no wait", change(awaits_data, waits=()), ""),
             ("no post", change(is_copy, posts=()), DEADLOCK),
             ("two posts", change(is_copy, posts=edits.twice), WORD),
@@ -171,13 +171,13 @@ FAULTS: dict[str, tuple[Problem, str, Callable[[list[Plan]], Plans], str]] = {
 
 
 def output(*command: str, folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout + process.stderr
 
 
 def spin(model: str, folder: Path, calls: int = 2) -> str:
-    """The error that SPIN finds, empty if it has proven the whole model."""
+    """The error that SPIN reports; empty if it has proven the complete model."""
     compiler = shutil.which("tcc") or shutil.which("gcc")
     if shutil.which("spin") is None or compiler is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(
@@ -186,15 +186,15 @@ def spin(model: str, folder: Path, calls: int = 2) -> str:
     (folder / "model.pml").write_text(model)
     assert not output("spin", "-a", f"-DCALLS={calls}", "model.pml", folder=folder)
     output(compiler, "-w", "-DSAFETY", "-DMEMLIM=1024", "-o", "pan", "pan.c", folder=folder)
-    said = output("./pan", "-m10000", "-w18", folder=folder)
-    assert "too small" not in said and "memory" not in said.partition("Stats on memory")[0]
-    if error := re.search(r"^pan:1: (.*)$", said, re.MULTILINE):
+    printed = output("./pan", "-m10000", "-w18", folder=folder)
+    assert "too small" not in printed and "memory" not in printed.partition("Stats on memory")[0]
+    if error := re.search(r"^pan:1: (.*)$", printed, re.MULTILINE):
         return error[1]
-    assert "errors: 0" in said and "not completed" not in said, said
-    # All that processes do is reached; all but three kinds of them never end.
-    unreached = re.findall(r"state \d+, (.*)$", said, re.MULTILINE)
-    assert {*unreached} <= {'"-end-"'}, said
-    assert re.search(r"unreached in proctype end\n\s+\(0 of", said), said
+    assert "errors: 0" in printed and "not completed" not in printed, printed
+    # All states of the processes are reached, except the ends of processes that run forever.
+    unreached = re.findall(r"state \d+, (.*)$", printed, re.MULTILINE)
+    assert {*unreached} <= {'"-end-"'}, printed
+    assert re.search(r"unreached in proctype end\n\s+\(0 of", printed), printed
     return ""
 
 
@@ -202,21 +202,21 @@ def spin(model: str, folder: Path, calls: int = 2) -> str:
 def test_spin_proves_what_the_proof_proves(
     case: tuple[Callable[..., Plans], tuple[Any, ...], int], tmp_path: Path
 ) -> None:
-    make, arguments, calls = case
-    found = make(*arguments)
-    check(found)
-    assert spin(promela(found), tmp_path, calls) == ""
+    build, arguments, calls = case
+    plans = build(*arguments)
+    check(plans)
+    assert spin(promela(plans), tmp_path, calls) == ""
 
 
-@pytest.mark.parametrize("what", FAULTS)
-def test_spin_finds_the_faults_that_the_proof_finds(what: str, tmp_path: Path) -> None:
-    problem, name, fault, said = FAULTS[what]
-    found = build(name, two(problem), 512 if what == "full stage" else None)
-    check(found)
-    broken = fault(found)
+@pytest.mark.parametrize("name", FAULTS)
+def test_spin_finds_the_faults_that_the_proof_finds(name: str, tmp_path: Path) -> None:
+    problem, schedule, fault, message = FAULTS[name]
+    plans = build(schedule, two(problem), 512 if name == "full stage" else None)
+    check(plans)
+    broken = fault(plans)
     refused(broken)
     error = spin(promela(broken), tmp_path)
-    assert error and re.search(said, error), error
+    assert error and re.search(message, error), error
 
 
 def test_the_command_writes_a_model_for_spin(tmp_path: Path, ran: Any) -> None:
@@ -227,8 +227,8 @@ def test_the_command_writes_a_model_for_spin(tmp_path: Path, ran: Any) -> None:
 
 
 def test_plans_that_spin_cannot_run_are_refused() -> None:
-    found = build("growing", two(PROBLEM))
+    plans = build("growing", two(PROBLEM))
     with pytest.raises(NotImplementedError, match="promela does not know the operation 'object'"):
-        promela(edited(found, 0, change(is_copy, work=object())))
+        promela(edited(plans, 0, change(is_copy, work=object())))
     with pytest.raises(ValueError, match="names a step or a buffer that is not there: .*99"):
-        promela(edited(found, 0, change(retires, after=(99,))))
+        promela(edited(plans, 0, change(retires, after=(99,))))

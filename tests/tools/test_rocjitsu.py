@@ -1,4 +1,4 @@
-"""The script that runs tests under AMD's emulator, with a stand-in that only starts the program."""
+"""The script that runs tests under AMD's emulator, with a double that only starts the program."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ def script(monkeypatch: Any) -> Any:
     return importlib.import_module("rocjitsu")
 
 
-def test_it_says_what_is_missing(script: Any, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
-    """In a container without an emulator, and inside one that is a stand-in: a command that starts
-    what follows ``--``."""
+def test_missing_requirements_are_named(
+    script: Any, tmp_path: Path, monkeypatch: Any, capfd: Any
+) -> None:
+    """Messages without an emulator, and with a double that runs the command after ``--``."""
     command, config = tmp_path / "rocjitsu", tmp_path / "config.json"
     assert "required the command rocjitsu" in script.lacking(config)
     command.write_text('#!/bin/sh\n[ "$1" = --daemon ] && [ "$4" = -- ] && shift 4 && exec "$@"\n')
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert "No such file" in script.lacking(config)
-    for text, said in (('{"vm": {"gpu": {}}}', "got 1"), ("{}", "KeyError"), ("", "JSON")):
-        config.write_text(text)
-        assert said in script.lacking(config)
+    for content, message in (('{"vm": {"gpu": {}}}', "got 1"), ("{}", "KeyError"), ("", "JSON")):
+        config.write_text(content)
+        assert message in script.lacking(config)
     config.write_text(json.dumps({"vm": {"gpu": {"num_gpus": 2}}}))
     assert script.lacking(config) == ""
     assert script.main([str(config)]) == 2
     assert "required PyTorch for ROCm, got" in capfd.readouterr().out
     assert script.main([]) == 2 and "CONFIG" in capfd.readouterr().out
     monkeypatch.setattr(torch.version, "hip", "7.15")
-    for count, reached, said in (
+    for count, reached, message in (
         (1, {(0, 1), (1, 0)}, "sees 1"),
         (2, {(0, 1)}, "GPU 1 cannot access"),
         (2, {(0, 1), (1, 0)}, ""),
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        can = lambda one, two, pairs=reached: (one, two) in pairs  # noqa: E731
+        can = lambda device, peer, pairs=reached: (device, peer) in pairs  # noqa: E731
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", can)
         lacking = script.lacking_inside()
-        assert said in lacking and bool(said) == bool(lacking)
+        assert message in lacking and bool(message) == bool(lacking)
 
 
 def test_parts_run_and_failures_count(script: Any, monkeypatch: Any, capsys: Any) -> None:
@@ -54,11 +55,11 @@ def test_parts_run_and_failures_count(script: Any, monkeypatch: Any, capsys: Any
 
     from ficco.tools.selftest import run
 
-    kept = [one for one in run.CHECKS if one.name in ("memory of peers", *script.SPEEDS)]
-    monkeypatch.setattr(run, "CHECKS", tuple(kept))
+    checks = [check for check in run.CHECKS if check.name in ("memory of peers", *script.SPEEDS)]
+    monkeypatch.setattr(run, "CHECKS", tuple(checks))
     monkeypatch.setattr(run, "WAYS", dict(run.WAYS))
-    few = {name: subjects.SUBJECTS[name] for name in ("all_gather_matmul", "matmul_all_reduce")}
-    monkeypatch.setattr(subjects, "SUBJECTS", few)
+    names = ("all_gather_matmul", "matmul_all_reduce")
+    monkeypatch.setattr(subjects, "SUBJECTS", {name: subjects.SUBJECTS[name] for name in names})
     monkeypatch.setattr(script, "WAIT_S", 10.0)
     assert script.inside("cpu") == 0
     lines = capsys.readouterr().out.splitlines()

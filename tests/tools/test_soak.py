@@ -1,4 +1,4 @@
-"""The soak: a few calls of it, and that it sees an error and says how to repeat it."""
+"""The soak: a short run, and reports of wrong results and stuck ranks with a command to repeat."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_calls_are_right(capsys: Any) -> None:
     assert len(re.findall(r"\n +\d+ \w[\w, ]+, 2 ranks", printed)) > 5, printed
 
 
-def loses_copies(at: Rank, given: soak.Round) -> Counter[str]:
-    """A round on an engine that leaves out every 40th copy."""
+def loses_copies(at: Rank, settings: soak.Round) -> Counter[str]:
+    """A round on an engine that omits every 40th copy."""
     copy, number = CpuEngine.copy, count(1)
 
     def forgetful(*args: Any) -> Any:
@@ -32,7 +32,7 @@ def loses_copies(at: Rank, given: soak.Round) -> Counter[str]:
         return lambda call: op(call) if next(number) % 40 else None
 
     with mock.patch.object(CpuEngine, "copy", forgetful):
-        return soak.of_rank(at, given)
+        return soak.of_rank(at, settings)
 
 
 def test_a_lost_copy_is_seen(capsys: Any) -> None:
@@ -43,18 +43,18 @@ def test_a_lost_copy_is_seen(capsys: Any) -> None:
         r"rank [01] of 2, round 4, call \d+, variant \d of SoakCase\(name='[\w, ]+'.*: result \d: "
     )
     assert re.search(wrong + r"(\d+ of \d+ are wrong: \(\d+.*, wanted |off by )", printed), printed
-    again = "python tests/soak.py --seed 11 --ranks 2 --first 4 --calls 200 --device cpu"
-    assert printed.endswith(f"to repeat it: {again}\n")
+    command = "python tests/soak.py --seed 11 --ranks 2 --first 4 --calls 200 --device cpu"
+    assert printed.endswith(f"to repeat it: {command}\n")
 
 
-def stays(at: Rank, given: soak.Round) -> Counter[str]:
-    """A round on ranks of which one does not go on."""
-    stuck_s = 3.0 if at.rank else 60.0  # of rank 0, which waits for the other one
+def stays(at: Rank, settings: soak.Round) -> Counter[str]:
+    """A round with a stuck rank 1."""
+    stuck_s = 3.0 if at.rank else 60.0  # rank 0 waits for rank 1
     with mock.patch.multiple(soak, STUCK_S=stuck_s, LATE=float(at.rank), SLEEP_S=500.0):
-        return soak.of_rank(at, given)
+        return soak.of_rank(at, settings)
 
 
-def test_a_rank_that_does_not_go_on_is_ended(capsys: Any) -> None:
+def test_a_stuck_rank_is_ended(capsys: Any) -> None:
     assert soak.main(["--calls", "50", "--seed", "5"], stays) == 1
     printed = capsys.readouterr().out
     assert "FAILED with seed 5 after 0 calls" in printed

@@ -1,4 +1,4 @@
-"""The tuner: fits on made-up times, runs broken off in every place, files that are wrong."""
+"""The tuner: fits of modelled times, runs interrupted in every step, and wrong files."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ US = 1e-6
 # Fits.
 
 
-def test_copies_are_taken_apart_exactly() -> None:
+def test_copies_are_fitted_exactly() -> None:
     rates = {2.0**16: 60e9, 2.0**18: 60e9, 2.0**24: 350e9, 2.0**27: 380e9}
-    found = fits.copies([
+    fit = fits.copies([
         fits.CopyTime(size, count, 15 * US + count * size / rate + (count - 1) * 3 * US)
         for size, rate in rates.items()
         for count in (3, 12)
     ])  # fmt: skip
-    assert found.latency == pytest.approx(15 * US, rel=1e-6)
-    assert found.gap == pytest.approx(3 * US, rel=1e-6)
-    assert dict(found.curve) == pytest.approx(rates, rel=1e-6)
-    assert found.error < 1e-6
+    assert fit.latency == pytest.approx(15 * US, rel=1e-6)
+    assert fit.gap == pytest.approx(3 * US, rel=1e-6)
+    assert dict(fit.curve) == pytest.approx(rates, rel=1e-6)
+    assert fit.error < 1e-6
 
 
-def test_times_that_tell_too_little_are_refused() -> None:
+def test_insufficient_times_are_refused() -> None:
     with pytest.raises(ValueError, match="required two sizes and rows of two lengths"):
         fits.copies([fits.CopyTime(size, 1, 1.0) for size in (1024.0, 4096.0)])
     for seconds in (0.0, float("nan"), float("inf")):
@@ -65,14 +65,14 @@ def test_times_that_tell_too_little_are_refused() -> None:
             fits.memory([(1e6, 1.0), (2e6, seconds)])
     with pytest.raises(ValueError, match="required rows of three lengths"):
         fits.heat(rows_of_products(BLOCKS["gemm"], (1, 64)))
-    counted = [products.call_of(one) for one in effort.GPU.attends]
+    counted = [products.call_of(case) for case in effort.GPU.attends]
     with pytest.raises(ValueError, match="attention: required larger calls to take longer"):
         fits.attention(132, counted, [1e-3] * len(counted))
 
 
 def test_medians_and_straight_lines() -> None:
-    in_front = {100.0: 5.0 + 10.0, 200.0: 7.0 + 20.0, 400.0: 90.0 + 40.0}
-    assert fits.in_front(in_front, lambda nbytes: 10.0) == 7.0
+    times_of_sizes = {100.0: 5.0 + 10.0, 200.0: 7.0 + 20.0, 400.0: 90.0 + 40.0}
+    assert fits.in_front(times_of_sizes, lambda nbytes: 10.0) == 7.0
     assert fits.in_front({100.0: 9.0}, lambda nbytes: 10.0) == 0.0
     pairs = [(size, 3 * US + size / 4e12) for size in (1e6, 1e7, 5e8)]
     assert fits.memory(pairs) == pytest.approx((4e12, 3 * US))
@@ -80,12 +80,12 @@ def test_medians_and_straight_lines() -> None:
     assert {rate: fits.topology(100.0, rate) for rate in by_all_links} == by_all_links
     assert fits.slowdown([1.0, 2.0, 4.0], [1.5, 2.2, 5.0]) == pytest.approx(1.25)
     assert fits.slowdown([1.0, 1.0], [0.9, 0.9]) == 1.0
-    # A hot round is taken out by its references.
+    # Times of a reference correct a hot round.
     times = {"x": [1.0, 2.0, 1.0], "r0": [3.0, 6.0, 3.0], "r1": [3.0, 6.0, 3.0]}
     assert fits.steadied(times, ["r0", "r1"]) == {"x": 1.0}
 
 
-def test_host_costs_are_taken_apart_exactly_and_never_negative() -> None:
+def test_host_costs_are_fitted_exactly_and_never_negative() -> None:
     numbers = [(1, 1, 3, 2), (1, 5, 3, 9), (1, 4, 12, 3), (1, 9, 24, 20), (0, 8, 0, 0)]
     exact, bounded = (
         fits.host([
@@ -94,8 +94,8 @@ def test_host_costs_are_taken_apart_exactly_and_never_negative() -> None:
         ])
         for signal in (1.5, -0.2)
     )  # fmt: skip
-    want = {"call": 20 * US, "matmul": 9 * US, "copy": 2 * US, "signal": 1.5 * US}
-    assert exact == pytest.approx(want, rel=1e-6)
+    costs = {"call": 20 * US, "matmul": 9 * US, "copy": 2 * US, "signal": 1.5 * US}
+    assert exact == pytest.approx(costs, rel=1e-6)
     assert bounded["signal"] == 0.0 and min(bounded.values()) >= 0
     assert bounded["matmul"] == pytest.approx(9 * US, rel=0.05)
 
@@ -108,75 +108,75 @@ def test_least_squares_are_nonnegative_and_least_for_any_number_of_columns(
     matrix = draw.integers(0, 9, size=(3 * columns, columns)).astype(float)
     seconds = np.exp(draw.normal(size=3 * columns))
     a = matrix / seconds[:, None]
-    assert np.linalg.lstsq(a, np.ones(len(a)), rcond=None)[0].min() < 0, "bounds matter"
-    found = np.array(fits.least_squares(matrix, seconds, signed))
+    assert np.linalg.lstsq(a, np.ones(len(a)), rcond=None)[0].min() < 0, "needs no bounds"
+    solution = np.array(fits.least_squares(matrix, seconds, signed))
     bounded = np.arange(columns) != (-1 if signed is None else signed)
-    assert (found[bounded] >= 0).all() and (found[bounded] == 0).any()
-    # No step that is allowed makes the errors smaller.
-    gains = a.T @ (1 - a @ found)
-    assert gains[bounded & (found == 0)].max() < 1e-9
-    assert gains[(found != 0) | ~bounded] == pytest.approx(0.0, abs=1e-9)
+    assert (solution[bounded] >= 0).all() and (solution[bounded] == 0).any()
+    # No allowed step reduces the errors.
+    gains = a.T @ (1 - a @ solution)
+    assert gains[bounded & (solution == 0)].max() < 1e-9
+    assert gains[(solution != 0) | ~bounded] == pytest.approx(0.0, abs=1e-9)
 
 
 def rows_of_products(truth: model.Gemm, counts: tuple[int, ...], noise: float = 0.0) -> list[Any]:
-    """Rows of two products of 0.4 and 0.7 ms, every other one slower by a share."""
+    """Rows of two products of 0.4 and 0.7 ms. Every second row is slower by ``noise``."""
     return [
-        fits.RowTime(name, count, truth.heated(count * each) * (1 + noise * (i % 2)))
-        for name, each in (("k-large", 0.4e-3), ("n-large", 0.7e-3))
+        fits.RowTime(name, count, truth.heated(count * seconds) * (1 + noise * (i % 2)))
+        for name, seconds in (("k-large", 0.4e-3), ("n-large", 0.7e-3))
         for i, count in enumerate(counts)
     ]
 
 
 @pytest.mark.parametrize(("burst", "sustained"), [(2e-3, 0.81), (5e-3, 0.9), (1e-3, 0.6)])
-def test_a_power_limit_is_found_where_it_was_put(burst: float, sustained: float) -> None:
+def test_a_power_limit_is_recovered(burst: float, sustained: float) -> None:
     truth = replace(BLOCKS["gemm"], burst=burst, sustained=sustained)
     rows = rows_of_products(truth, effort.GPU.rows)
-    found = fits.heat(rows)
-    assert found.limited and found.error < 1e-3
-    assert found.burst == pytest.approx(burst, rel=0.02)
-    assert found.sustained == pytest.approx(sustained, rel=0.005)
+    fit = fits.heat(rows)
+    assert fit.limited and fit.error < 1e-3
+    assert fit.burst == pytest.approx(burst, rel=0.02)
+    assert fit.sustained == pytest.approx(sustained, rel=0.005)
     noisy = fits.heat(rows_of_products(truth, effort.GPU.rows, noise=0.02))
     assert noisy.burst == pytest.approx(burst, rel=0.3)
     assert noisy.sustained == pytest.approx(sustained, rel=0.03)
     for sustained, noise in ((1.0, 0.1), (0.98, 0.0)):
         free = replace(BLOCKS["gemm"], burst=2e-3, sustained=sustained)
-        found = fits.heat(rows_of_products(free, effort.GPU.rows, noise))
-        assert (found.burst, found.sustained, found.limited) == (float("inf"), 1.0, False)
-        assert found.cold(5.0) == fits.COLD.cold(5.0) == 5.0
+        fit = fits.heat(rows_of_products(free, effort.GPU.rows, noise))
+        assert (fit.burst, fit.sustained, fit.limited) == (float("inf"), 1.0, False)
+        assert fit.cold(5.0) == fits.COLD.cold(5.0) == 5.0
 
 
-def test_rows_of_messages_tell_latency_and_rate() -> None:
+def test_rows_of_messages_give_latency_and_rate() -> None:
     times = [
         fits.CopyTime(size, count, 3e-4 + count * (5e-5 + size / 2e9))
         for size in (1 << 14, 1 << 18, 1 << 22)
         for count in (1, 4)
     ]
     assert fits.messages(times) == pytest.approx((5e-5, 2e9))
-    one = fits.CopyTime(1024, 1, 1e-3)
+    message = fits.CopyTime(1024, 1, 1e-3)
     with pytest.raises(ValueError, match="two sizes and rows of two lengths"):
-        fits.messages([one, fits.CopyTime(2048, 1, 1e-3)])
+        fits.messages([message, fits.CopyTime(2048, 1, 1e-3)])
     shrinking = [fits.CopyTime(size, n, n * 1e-3 / size) for size in (1, 4) for n in (1, 4)]
     with pytest.raises(ValueError, match="grow with their bytes"):
         fits.messages(shrinking)
 
 
-# What is measured.
+# Measurements.
 
 
-def site_of(watch: Any, asked: effort.Effort = effort.CPU, kind: Any = Site) -> Site:
-    return kind(watch, asked, None, lambda source, note: Provenance(source, note=note))
+def site_of(watch: Any, settings: effort.Effort = effort.CPU, kind: Any = Site) -> Site:
+    return kind(watch, settings, None, lambda source, note: Provenance(source, note=note))
 
 
 def test_all_steps_are_measured_within_minutes() -> None:
     assert (*tuning.MEASURES, "shapes") == effort.STEPS
-    for device, quick, most in (("cuda", False, 216), ("cpu", False, 52), ("cpu", True, 5.5)):
+    for device, quick, limit in (("cuda", False, 216), ("cpu", False, 52), ("cpu", True, 5.5)):
         seconds = effort.EFFORTS[device, quick].seconds
-        assert sum(seconds.values()) - seconds[tuning.NETWORK] < most  # which is of its own run
+        assert sum(seconds.values()) - seconds[tuning.NETWORK] < limit  # a separate run measures it
 
 
-class MadeUp(Site):
-    """Where products take as long as a model says, in rows as long as a limit allows, once they
-    have been repeated for a while."""
+class ModelledSite(Site):
+    """A site whose products take the times of a model with a power limit. The first rounds of a
+    single row take half the time."""
 
     crowded = False
 
@@ -184,104 +184,101 @@ class MadeUp(Site):
         return SimpleNamespace(matrix=lambda *sizes: None)
 
     def time(self, step: str, calls: dict[str, Any], **settings: Any) -> dict[str, np.ndarray]:
-        truth, found = TRUTH, {}
+        truth, times = TRUTH, {}
         for name, call in calls.items():
             shape, count = call.run if isinstance(call, Runner) else call
-            how = {"batch": shape.batch, "wide": shape.wide, "rights": shape.rights}
-            seconds = truth.heated(count * truth.seconds(*shape[:3], **how))
+            kind = {"batch": shape.batch, "wide": shape.wide, "rights": shape.rights}
+            seconds = truth.heated(count * truth.seconds(*shape[:3], **kind))
             cold = seconds / 2 if calls.keys() == {"row"} else seconds
-            found[name] = np.array((cold,) * 3 + (seconds,) * 3)
-        return found
+            times[name] = np.array((cold,) * 3 + (seconds,) * 3)
+        return times
 
 
-#: A card at its limit after 2 ms.
+#: A GPU that reaches its power limit after 2 ms.
 TRUTH = replace(load(configs() / "h200-4.yaml").gemm, burst=2e-3, sustained=0.81)  # type: ignore
 
 
 @pytest.fixture
-def made_up(monkeypatch: Any) -> Site:
+def modelled(monkeypatch: Any) -> Site:
     monkeypatch.setattr(products, "row_of", lambda parts, shape, count: (shape, count))
     monkeypatch.setattr(products, "units", lambda site: TRUTH.units)
-    # A third, for a fit in seconds, and all that take the card to its limit.
+    # A third of the products, so that the fit takes seconds, and all that reach the power limit.
     large = [shape for shape in effort.GPU.gemms if shape.flops > 1.7e12]
     gpu = replace(effort.GPU, gemms=(*effort.GPU.gemms[::3], *large))
-    site = site_of(SimpleNamespace(on_gpu=True), gpu, MadeUp)
+    site = site_of(SimpleNamespace(on_gpu=True), gpu, ModelledSite)
     site.machine = Machine("m", "NVIDIA H200", 2, gemm=replace(TRUTH, burst=1.0, sustained=0.5))
     return site
 
 
-def test_products_are_taken_apart_into_a_cold_model_and_a_limit(made_up: Site) -> None:
-    found = products.gemm(made_up)
-    assert found.burst == pytest.approx(2e-3, rel=0.03), "not what the file had"
-    assert found.sustained == pytest.approx(0.81, rel=0.01)
-    assert "burst and sustained: 20 rows of products of up to 28.7 ms" in found.provenance.note
-    # A fit that took the largest as they are would be slow.
+def test_products_are_fitted_by_a_cold_model_and_a_limit(modelled: Site) -> None:
+    fit = products.gemm(modelled)
+    assert fit.burst == pytest.approx(2e-3, rel=0.03), "the file's value"
+    assert fit.sustained == pytest.approx(0.81, rel=0.01)
+    assert "burst and sustained: 20 rows of products of up to 28.7 ms" in fit.provenance.note
+    # Without the power limit the fit of the largest products would be too slow.
     for m, n, k in ((16384, 8192, 8192), (4096, 4096, 4096)):
-        assert found.seconds(m, n, k) == pytest.approx(TRUTH.seconds(m, n, k), rel=0.02)
-    # A check sees a limit that no longer holds; small products never reach it.
+        assert fit.seconds(m, n, k) == pytest.approx(TRUTH.seconds(m, n, k), rel=0.02)
+    # A check detects a limit that no longer holds. Small products never reach it.
     short = tuple(shape for shape in effort.GPU.gemms if shape.flops < 1e12)
-    made_up.effort = replace(made_up.effort, gemms=short)
-    for sustained, least, most in ((0.81, 0.99, 1.01), (0.6, 0.0, 1 / 1.25)):
-        made_up.machine = replace(made_up.machine, gemm=replace(TRUTH, sustained=sustained))
-        *points, row = tuning._gemm(made_up, "gemm", made_up.machine.gemm)
-        assert row.subject == "64 of 4096 x 4096 x 8192 in a row" and least < row.ratio < most
+    modelled.effort = replace(modelled.effort, gemms=short)
+    for sustained, lowest, highest in ((0.81, 0.99, 1.01), (0.6, 0.0, 1 / 1.25)):
+        modelled.machine = replace(modelled.machine, gemm=replace(TRUTH, sustained=sustained))
+        *points, row = tuning._gemm(modelled, "gemm", modelled.machine.gemm)
+        assert row.subject == "64 of 4096 x 4096 x 8192 in a row" and lowest < row.ratio < highest
         assert [point.ratio for point in points] == pytest.approx([1.0] * 4)
 
 
-def test_attention_is_measured_cold_and_beside_the_products(
-    made_up: Site, monkeypatch: Any
-) -> None:
-    start, block, more = fixed = 7e-6, 4e-6, 3e-5
+def test_attention_is_measured_cold_and_next_to_products(modelled: Site, monkeypatch: Any) -> None:
+    start, block, backward_start = fixed = 7e-6, 4e-6, 3e-5
     shares, backward = ((64.0, 0.6), (128.0, 0.85), (256.0, 0.5)), ((64.0, 0.4), (128.0, 0.7))
-    back = {"backward": (*backward, (256.0, 0.3)), "backward_start": more}
-    truth = model.AttentionCalls(start, block, shares, SOURCE, **back)
+    backward = (*backward, (256.0, 0.3))
+    truth = model.AttentionCalls(start, block, shares, SOURCE, backward, backward_start)
 
     def timed(step: str, calls: dict[str, Any], **settings: Any) -> dict[str, np.ndarray]:
-        found = MadeUp.time(made_up, step, {n: c for n, c in calls.items() if n[0] == "r"})
-        for name in calls.keys() - found.keys():
+        rows = {name: call for name, call in calls.items() if name[0] == "r"}
+        times = ModelledSite.time(modelled, step, rows)
+        for name in calls.keys() - times.keys():
             seconds, _ = truth.times(TRUTH, 2, *products.call_of(calls[name]))
-            found[name] = np.array((TRUTH.heated(seconds),) * 6)
-        return found
+            times[name] = np.array((TRUTH.heated(seconds),) * 6)
+        return times
 
-    monkeypatch.setattr(products, "attention_call", lambda parts, asked: asked)
-    monkeypatch.setattr(made_up, "time", timed)
-    made_up.machine = Machine("new", "NVIDIA H200", 2)
+    monkeypatch.setattr(products, "attention_call", lambda parts, call: call)
+    monkeypatch.setattr(modelled, "time", timed)
+    modelled.machine = Machine("new", "NVIDIA H200", 2)
     with pytest.raises(ValueError, match="attention: required the block 'gemm'"):
-        products.attention(made_up)
-    made_up.machine = replace(made_up.machine, gemm=TRUTH)
-    found = products.attention(made_up)
-    assert (found.start, found.block, found.backward_start) == pytest.approx(fixed)
-    assert dict(found.shares) == pytest.approx(dict(shares))
-    assert dict(found.backward or ()) == pytest.approx(dict(back["backward"]))
-    made_up.machine = replace(made_up.machine, attention=found)
-    points = {p.subject: p.ratio for p in tuning._attention(made_up, "attention", found)}
+        products.attention(modelled)
+    modelled.machine = replace(modelled.machine, gemm=TRUTH)
+    fit = products.attention(modelled)
+    assert (fit.start, fit.block, fit.backward_start) == pytest.approx(fixed)
+    assert dict(fit.shares) == pytest.approx(dict(shares))
+    assert dict(fit.backward or ()) == pytest.approx(dict(backward))
+    modelled.machine = replace(modelled.machine, attention=fit)
+    points = {p.subject: p.ratio for p in tuning._attention(modelled, "attention", fit)}
     assert points == dict.fromkeys(points, pytest.approx(1)) and len(points) > 1
 
 
-def test_a_device_that_stays_cold_takes_a_limit_out_of_the_file(
-    made_up: Site, monkeypatch: Any
-) -> None:
+def test_a_device_that_stays_cold_removes_the_limit(modelled: Site, monkeypatch: Any) -> None:
     monkeypatch.setitem(globals(), "TRUTH", replace(TRUTH, burst=float("inf"), sustained=1.0))
-    made_up.effort = replace(made_up.effort, gemms=made_up.effort.gemms[::4])
-    found = products.gemm(made_up)
-    assert (found.burst, found.sustained) == (float("inf"), 1.0)
-    # Dtypes that are not measured are as in a file of such a device.
-    made_up.machine = Machine("new", "NVIDIA H100 80GB HBM3", 2)
-    known, sheet = products.known_gemm(made_up), load(configs() / "h100-8.yaml").gemm
+    modelled.effort = replace(modelled.effort, gemms=modelled.effort.gemms[::4])
+    fit = products.gemm(modelled)
+    assert (fit.burst, fit.sustained) == (float("inf"), 1.0)
+    # Dtypes that are not measured come from the shipped file of the device.
+    modelled.machine = Machine("new", "NVIDIA H100 80GB HBM3", 2)
+    known, sheet = products.known_gemm(modelled), load(configs() / "h100-8.yaml").gemm
     assert known.shares == sheet.shares and len(sheet.shares) == 3
-    made_up.machine = Machine("new", "Nobody's", 2)
-    assert products.known_gemm(made_up) is None
+    modelled.machine = Machine("new", "Nobody's", 2)
+    assert products.known_gemm(modelled) is None
 
 
 def test_a_plan_is_counted_as_the_host_enqueues_it() -> None:
     problem = Problem("all_gather_matmul", (8, 8), 8, 8, "float32")
-    # Acquire waits; the copy posts; the product of the peer waits; retire is behind others, posts.
-    whole = plan(problem, Schedule.parse("shard-overlap"), 0)
-    signals = sum(bool(s.waits or s.after) + bool(s.posts) for s in whole.steps)
-    assert calls.counts(whole) == (2, 1, signals)
-    four = plan(problem, Schedule.parse("hetero-unfused-1d:pieces=4"), 0)
-    assert calls.counts(four) == (5, 4, signals + 6)
-    # Its own product and the peer's, the copy, and the sum of both.
+    # Acquire waits, the copy posts, the product of the peer's shard waits, retire waits and posts.
+    shards = plan(problem, Schedule.parse("shard-overlap"), 0)
+    signals = sum(bool(s.waits or s.after) + bool(s.posts) for s in shards.steps)
+    assert calls.counts(shards) == (2, 1, signals)
+    pieces = plan(problem, Schedule.parse("hetero-unfused-1d:pieces=4"), 0)
+    assert calls.counts(pieces) == (5, 4, signals + 6)
+    # Products of both ranks' rows, the copy and the sum.
     sums = Problem("matmul_reduce_scatter", (8, 8), 8, 8, "float32")
     assert calls.counts(plan(sums, Schedule.parse("shard-overlap"), 0))[:2] == (3, 1)
 
@@ -296,54 +293,54 @@ BLOCKS: dict[str, Any] = {name: getattr(SHIPPED, name) for name in (*STEPS.split
 
 
 def machine_file(path: Path, **changes: Any) -> Machine:
-    made = replace(Machine(path.stem, "cpu", 2, **BLOCKS), **changes)
-    save(made, path)
-    return made
+    machine = replace(Machine(path.stem, "cpu", 2, **BLOCKS), **changes)
+    save(machine, path)
+    return machine
 
 
-def test_a_file_that_is_of_other_ranks_or_damaged_is_left(tmp_path: Path, ran: Any) -> None:
+def test_a_file_of_other_ranks_or_a_damaged_file_is_kept(tmp_path: Path, ran: Any) -> None:
     four, half = tmp_path / "four.yaml", tmp_path / "half.yaml"
     machine_file(four, ranks=4)
-    whole = four.read_bytes()
-    half.write_bytes(whole[:300])
-    for path, option, said in (
+    content = four.read_bytes()
+    half.write_bytes(content[:300])
+    for path, option, message in (
         (four, "--quick", "ranks: required 2, as this run has, got 4"),
         (four, "--check", "required a machine of 2 ranks"),
         (half, "--quick", "--fresh keeps this file as half.yaml.damaged"),
         (tmp_path / "none.yaml", "--check", "required a machine's file, got none at"),
     ):
-        assert said in ran("tune --ranks 2 --device cpu --out", path, option, code=2).err
-    assert (four.read_bytes(), half.read_bytes()) == (whole, whole[:300])
-    found = opened(half, HERE, fresh=True)
-    assert (found.name, found.ranks) == ("half", 2)
-    assert damaged(half).read_bytes() == whole[:300] and not half.exists()
+        assert message in ran("tune --ranks 2 --device cpu --out", path, option, code=2).err
+    assert (four.read_bytes(), half.read_bytes()) == (content, content[:300])
+    machine = opened(half, HERE, fresh=True)
+    assert (machine.name, machine.ranks) == ("half", 2)
+    assert damaged(half).read_bytes() == content[:300] and not half.exists()
 
 
-def test_a_new_file_begins_with_what_ships_and_other_things_are_left_alone(
+def test_a_new_file_starts_from_the_shipped_file_and_keeps_others(
     tmp_path: Path, ran: Any, monkeypatch: Any
 ) -> None:
-    for named in ("h200-4", "nothing"):  # whatever the environment names
-        monkeypatch.setenv("FICCO_MACHINE", named)
-        found = opened(tmp_path / "mine.yaml", files.Fingerprint("NVIDIA H200", 2))
-        assert (found.name, found.gemm) == ("mine", load(configs() / "h200-2.yaml").gemm)
+    for setting in ("h200-4", "nothing"):  # the environment has no effect
+        monkeypatch.setenv("FICCO_MACHINE", setting)
+        machine = opened(tmp_path / "mine.yaml", files.Fingerprint("NVIDIA H200", 2))
+        assert (machine.name, machine.gemm) == ("mine", load(configs() / "h200-2.yaml").gemm)
     folder = tmp_path / "mine"
     (folder / "inside").mkdir(parents=True)
     base = "tune --ranks 2 --device cpu --quick --out"
-    for path, what in ((folder, "a folder"), (Path("/dev/null"), "something else")):
-        for more in ((), ("--fresh",)):
-            said = ran(base, path, *more, code=2).err
-            assert f"{path}: file: required a file, got {what}" in said
+    for path, kind in ((folder, "a folder"), (Path("/dev/null"), "something else")):
+        for options in ((), ("--fresh",)):
+            error = ran(base, path, *options, code=2).err
+            assert f"{path}: file: required a file, got {kind}" in error
     assert sorted(tmp_path.rglob("*")) == [folder, folder / "inside"]
 
 
-def test_a_damaged_journal_is_none(tmp_path: Path) -> None:
+def test_a_damaged_journal_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
     for text in ("", "[]", '{"settings": 1}', "null"):
         Journal.path(path).write_text(text)
         assert Journal.read(path) is None
 
 
-def test_tune_says_for_which_shapes_auto_takes_another_schedule(tmp_path: Path) -> None:
+def test_tune_lists_shapes_whose_schedule_changes(tmp_path: Path) -> None:
     machine, settings = load(configs() / "h200-4.yaml"), tuning.TuneSettings(tmp_path, "cuda")
     lines = [*calls.rechosen(Machine("m", "NVIDIA H200", 4), machine, 4, settings)]
     count = re.match(r"schedule='auto' changed for (\d+) of 8 shapes \(set measured\)", lines[0])
@@ -363,11 +360,11 @@ def test_figures_are_rounded_and_shown_old_against_new() -> None:
     assert ("kind", "-", "switch") in changes(old, new, "topology")
     assert rounded((1.23456789, 3, "x", True)) == (1.2346, 3, "x", True)
     curve = ((262144.0, 1.23456789), (1048576.0, 2.0))
-    assert rounded(curve) == ((262144.0, 1.2346), (1048576.0, 2.0)), "sizes stay"
+    assert rounded(curve) == ((262144.0, 1.2346), (1048576.0, 2.0)), "sizes were rounded"
     assert rounded(model.Memory(1.23456789e10, 1e10, SOURCE)).capacity == 12346000000.0
 
 
-# Runs, with steps that measure nothing.
+# Runs with fake steps.
 
 
 def fake_measure(name: str, calls: Path, fault: str = "") -> Callable[[Site], Any]:
@@ -395,12 +392,12 @@ def fake_measure(name: str, calls: Path, fault: str = "") -> Callable[[Site], An
 def tune_with(
     at: ranks.Rank, path: str, calls: str, faults: dict[str, str], fresh: bool = False
 ) -> tuple[tuning.Outcome | None, str]:
-    """A run whose steps are fake; what it came to, or the name of what broke it off."""
+    """Tune with fake steps: the outcome, or the name of the exception that ended the run."""
 
-    def save_if_room(machine: Machine, where: Path) -> None:
+    def save_if_room(machine: Machine, target: Path) -> None:
         if faults.get("copies") == "full disk" and machine.copies is not None:
-            raise ConfigError(str(where), "file", "cannot be written: No space left on device")
-        save(machine, where)
+            raise ConfigError(str(target), "file", "cannot be written: No space left on device")
+        save(machine, target)
 
     with pytest.MonkeyPatch.context() as patch:
         fake = {name: fake_measure(name, Path(calls), faults.get(name, "")) for name in BLOCKS}
@@ -409,8 +406,8 @@ def tune_with(
         patch.setattr(tuning, "save", save_if_room)
         patch.setattr(measure, "PEERS_S", 1.0)
         try:
-            wanted = tuning.TuneSettings(Path(path), "cpu", quick=True, fresh=fresh)
-            return tuning.tune(wanted), ""
+            settings = tuning.TuneSettings(Path(path), "cpu", quick=True, fresh=fresh)
+            return tuning.tune(settings), ""
         except KeyboardInterrupt as error:
             return None, type(error).__name__
 
@@ -420,55 +417,55 @@ def test_a_run_goes_on_where_it_was_interrupted_unless_it_is_fresh(tmp_path: Pat
         folder, number = tmp_path / name, list(BLOCKS).index(name)
         folder.mkdir()
         path = folder / "m.yaml"
-        where = str(path), str(folder)
-        broken = ranks.run(2, tune_with, *where, {name: "interrupt"})
-        assert [text for _, text in broken] == ["KeyboardInterrupt"] * 2
+        paths = str(path), str(folder)
+        broken = ranks.run(2, tune_with, *paths, {name: "interrupt"})
+        assert [error for _, error in broken] == ["KeyboardInterrupt"] * 2
         noted = Journal.read(path)
         assert noted is not None and noted.done == tuple(BLOCKS)[:number]
         if number:
             assert {b for b in BLOCKS if getattr(load(path), b)} == set(tuple(BLOCKS)[:number])
-        (outcome, _), _ = ranks.run(2, tune_with, *where, {})
+        (outcome, _), _ = ranks.run(2, tune_with, *paths, {})
         assert outcome.earlier == tuple(BLOCKS)[:number]
         assert not outcome.failures and not outcome.error
-        found = load(path)
-        assert {block: getattr(found, block) for block in BLOCKS} == BLOCKS
-        assert Journal.read(path) is None, "the run is over"
-        for rank in "01":  # the interrupted step alone was begun twice
+        machine = load(path)
+        assert {block: getattr(machine, block) for block in BLOCKS} == BLOCKS
+        assert Journal.read(path) is None, "the journal is left over"
+        for rank in "01":  # only the interrupted step began twice
             begun = (folder / rank).read_text().split()
             assert sorted(begun) == sorted([*BLOCKS, name])
-    ranks.run(2, tune_with, *where, {"memory": "interrupt"})
-    (outcome, _), _ = ranks.run(2, tune_with, *where, {}, True)
+    ranks.run(2, tune_with, *paths, {"memory": "interrupt"})
+    (outcome, _), _ = ranks.run(2, tune_with, *paths, {}, True)
     assert outcome.earlier == () and outcome.done == list(BLOCKS)
 
 
 def test_steps_that_fail_leave_their_blocks_and_the_run_goes_on(tmp_path: Path) -> None:
     path, calls = tmp_path / "m.yaml", str(tmp_path)
-    before = model.Memory(5e9, 5e9, SOURCE)
-    save(Machine("m", "cpu", 2, memory=before), path)
+    earlier = model.Memory(5e9, 5e9, SOURCE)
+    save(Machine("m", "cpu", 2, memory=earlier), path)
     faults = dict(copies="amid a round", topology="error", memory="impossible", host="one rank")
-    why = {"topology": "the device is gone", "memory": "bandwidth", "host": "rank 1: "}
+    messages = {"topology": "the device is gone", "memory": "bandwidth", "host": "rank 1: "}
     for outcome, _ in ranks.run(2, tune_with, str(path), calls, faults):
         assert list(outcome.failures) == list(faults)
         assert outcome.done == [name for name in BLOCKS if name not in faults]
-        assert all(text in outcome.failures[name] for name, text in why.items())
+        assert all(message in outcome.failures[name] for name, message in messages.items())
         in_round = outcome.failures["copies"]
         assert "no room" in in_round or "did not come" in in_round
-    found = load(path)
-    assert (found.memory, found.copies, found.gemm) == (before, None, BLOCKS["gemm"])
+    machine = load(path)
+    assert (machine.memory, machine.copies, machine.gemm) == (earlier, None, BLOCKS["gemm"])
     (outcome, _), _ = ranks.run(2, tune_with, str(path), calls, {})
     assert outcome.done == list(faults) and load(path).memory == BLOCKS["memory"]
 
 
-def tune_and_die(at: ranks.Rank, path: str, calls: str, where: str) -> None:
-    """A run whose rank 0 is killed while it saves the block ``copies``: before the new file takes
-    the place of the old one, or between the file and the journal."""
+def tune_and_die(at: ranks.Rank, path: str, calls: str, moment: str) -> None:
+    """Tune, and kill rank 0 while it saves the block ``copies``: before the new file replaces the
+    old file, or between the file and the journal."""
     replace_file = os.replace
 
     def die(source: Any, target: Any) -> None:
         journalled = Path(target).suffix == ".json"
         saved = Path(path).read_text() if Path(path).exists() else ""
-        text = Path(source).read_text() if where == "file" and saved else saved
-        if at.rank == 0 and "copies:" in text and journalled == (where == "journal"):
+        content = Path(source).read_text() if moment == "file" and saved else saved
+        if at.rank == 0 and "copies:" in content and journalled == (moment == "journal"):
             os.kill(os.getpid(), signal.SIGKILL)
         replace_file(source, target)
 
@@ -476,15 +473,15 @@ def tune_and_die(at: ranks.Rank, path: str, calls: str, where: str) -> None:
     tune_with(at, path, calls, {})
 
 
-@pytest.mark.parametrize(("where", "blocks"), [("file", ["gemm"]), ("journal", ["gemm", "copies"])])
-def test_killed_while_saving_nothing_is_lost(tmp_path: Path, where: str, blocks: list[str]) -> None:
+@pytest.mark.parametrize(("step", "blocks"), [("file", ["gemm"]), ("journal", ["gemm", "copies"])])
+def test_killed_while_saving_nothing_is_lost(tmp_path: Path, step: str, blocks: list[str]) -> None:
     path = tmp_path / "m.yaml"
     ended = ranks.run(
-        2, tune_and_die, str(path), str(tmp_path), where, fresh=True, catch=True, lost=(1,)
+        2, tune_and_die, str(path), str(tmp_path), step, fresh=True, catch=True, lost=(1,)
     )
     assert isinstance(ended[0], ranks.Died) and ended[0].exitcode == -signal.SIGKILL, ended
-    found = load(path)
-    assert [block for block in BLOCKS if getattr(found, block)] == blocks
+    machine = load(path)
+    assert [block for block in BLOCKS if getattr(machine, block)] == blocks
     (outcome, _), _ = ranks.run(2, tune_with, str(path), str(tmp_path), {})
     assert outcome.earlier == ("gemm",)
     assert {block: getattr(load(path), block) for block in BLOCKS} == BLOCKS
@@ -496,7 +493,7 @@ def test_a_file_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     for outcome, _ in ranks.run(2, tune_with, str(inside_file), str(tmp_path), {}):
         assert "cannot be written" in outcome.error and "--out" in outcome.error
         assert outcome.done == []
-    assert not (tmp_path / "0").exists(), "nothing was measured"
+    assert not (tmp_path / "0").exists(), "a step ran"
     full = {"copies": "full disk"}
     for outcome, _ in ranks.run(2, tune_with, str(path), str(tmp_path), full):
         assert "No space left" in outcome.error and outcome.done == ["gemm"]
@@ -510,11 +507,11 @@ QUICK = effort.EFFORTS["cpu", True]
 
 
 def little() -> effort.Effort:
-    """What times each call as often as it must, also products of float8, which are slow on CPUs."""
-    some = {**QUICK.seconds, **dict.fromkeys(SCALED_PRODUCTS.values(), 0.1)}
-    seconds = {step: most / 20 for step, most in some.items()}
-    few = {"gemms": QUICK.gemms[::3], "experts": QUICK.experts[::4]}
-    return replace(QUICK, seconds=seconds, shape_seconds=0.1, **few)
+    """Efforts that time each call as rarely as possible, also float8 products, slow on CPUs."""
+    seconds_of_steps = {**QUICK.seconds, **dict.fromkeys(SCALED_PRODUCTS.values(), 0.1)}
+    seconds = {step: limit / 20 for step, limit in seconds_of_steps.items()}
+    subsets = {"gemms": QUICK.gemms[::3], "experts": QUICK.experts[::4]}
+    return replace(QUICK, seconds=seconds, shape_seconds=0.1, **subsets)
 
 
 def with_little(at: ranks.Rank, run: Callable[..., Any], *args: Any) -> Any:
@@ -525,18 +522,18 @@ def with_little(at: ranks.Rank, run: Callable[..., Any], *args: Any) -> Any:
 
 def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     path = tmp_path / "m.yaml"
-    asked = tuning.TuneSettings(path, "cpu", True, command="tests")
-    outcome, other = ranks.run(2, with_little, tuning.tune, asked)
+    settings = tuning.TuneSettings(path, "cpu", True, command="tests")
+    outcome, outcome_of_rank_1 = ranks.run(2, with_little, tuning.tune, settings)
     assert not outcome.failures and not outcome.error, outcome
-    assert outcome.machine == other.machine
+    assert outcome.machine == outcome_of_rank_1.machine
     machine = load(path)
     assert machine == outcome.machine
     assert outcome.skipped.keys() == {"kernel_copies", "tiled"}
     assert outcome.skipped["kernel_copies"] == "no kernel copies on this device"
-    # On a CPU both movers are the same, and a product whose rows wait is several of the library.
-    none = {"kernel_copies", "tiled", "network"}
-    assert not any(getattr(machine, step) for step in none)
-    for step in set(tuning.MEASURES) - none:
+    # A CPU has no kernel copies, and its tiled product consists of library products.
+    absent = {"kernel_copies", "tiled", "network"}
+    assert not any(getattr(machine, step) for step in absent)
+    for step in set(tuning.MEASURES) - absent:
         source = getattr(machine, step).provenance
         assert source.command == "tests" and source.torch == torch.__version__
         assert source.date and source.commit and source.source in ("measured", "fitted")
@@ -548,19 +545,19 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
         "all_reduce", "memory", "call", *SCALED_PRODUCTS.values(),
     }  # fmt: skip
     assert sum(p.subject.endswith(" in a row") for p in points) == 1
-    # By how much they differ depends on what else runs on the machine.
+    # The ratio depends on the load of the machine, so only the signs are compared.
     assert all(p.stored > 0 and p.measured > 0 for p in points)
-    alike = [replace(p, measured=p.stored) for p in points]
-    assert f"all {len(points)} points hold" in tuning.report(alike, 0.01)
+    equal = [replace(p, measured=p.stored) for p in points]
+    assert f"all {len(points)} points hold" in tuning.report(equal, 0.01)
 
 
 @pytest.mark.multigpu
 def test_gpus_are_measured(tmp_path: Path) -> None:
     ranks.need_own_gpus(2)
     path = tmp_path / "m.yaml"
-    asked = tuning.TuneSettings(path, "cuda", True)
-    # Less effort is of CPUs alone.
-    outcome = ranks.run(2, with_little, tuning.tune, asked, device="cuda", timeout=240)[0]
+    settings = tuning.TuneSettings(path, "cuda", True)
+    # Only CPUs have a reduced effort.
+    outcome = ranks.run(2, with_little, tuning.tune, settings, device="cuda", timeout=240)[0]
     assert not outcome.failures and not outcome.error, outcome
     machine = load(path)
     assert machine.accelerator == torch.cuda.get_device_name()
@@ -571,20 +568,20 @@ def test_on_the_command_line_a_falsified_file_does_not_hold(tmp_path: Path, capf
     path = tmp_path / "new" / "m.yaml"
     base = f"tune --ranks 2 --device cpu --quick --out {path}"
     assert cli.run(f"{base} --only memory".split()) == 0
-    said = capfd.readouterr().err
-    assert f"wrote {path}" in said and said.endswith(f"use it with FICCO_MACHINE={path}\n")
-    found = load(path)
-    save(replace(found, memory=replace(found.memory, bandwidth=1e4)), path)
+    output = capfd.readouterr().err
+    assert f"wrote {path}" in output and output.endswith(f"use it with FICCO_MACHINE={path}\n")
+    machine = load(path)
+    save(replace(machine, memory=replace(machine.memory, bandwidth=1e4)), path)
     assert cli.run(f"{base} --check --tolerance 30".split()) == 1
-    said = capfd.readouterr().out
-    assert "1 of 1 points are off" in said
-    again = f"ficco tune --ranks 2 --device cpu --out {path} --only memory"
-    assert said.endswith(f"measure again: {again}\n")
+    output = capfd.readouterr().out
+    assert "1 of 1 points are off" in output
+    command = f"ficco tune --ranks 2 --device cpu --out {path} --only memory"
+    assert output.endswith(f"measure again: {command}\n")
 
 
 @pytest.mark.parametrize("crowded", [True, False])
-def test_copies_are_checked_by_what_their_block_holds(crowded: bool, monkeypatch: Any) -> None:
-    """On crowded cores that is the bytes' time alone; what a call takes besides is in the host."""
+def test_copies_are_checked_against_their_block(crowded: bool, monkeypatch: Any) -> None:
+    """On crowded cores the block holds only the time of the bytes; the latency is a host cost."""
     call, rate = 500e-6, 3e9
 
     def times(site: Any, sizes: Any, pieces: Any) -> list[fits.CopyTime]:
@@ -599,8 +596,8 @@ def test_copies_are_checked_by_what_their_block_holds(crowded: bool, monkeypatch
     ratios = [point.ratio for point in tuning._copies(site, "copies", copies)]
     assert ratios == pytest.approx([1.0] * 2, rel=1e-3)
     # A point holds within the tolerance on either side.
-    for both, holds in (((1.25, 1.0), True), ((1.0, 1.26), False), ((1.26, 1.0), False)):
-        assert tuning.Point("b", "x", *both).holds(0.25) == holds
+    for seconds, holds in (((1.25, 1.0), True), ((1.0, 1.26), False), ((1.26, 1.0), False)):
+        assert tuning.Point("b", "x", *seconds).holds(0.25) == holds
 
 
 # Shapes.
@@ -610,7 +607,7 @@ TABLE = ((5, 1), (2, 4))
 
 
 def call_and_log(at: ranks.Rank, path: str) -> None:
-    """Calls of every operator, one of them twice, and one without columns."""
+    """Log calls of every operator, one of them twice and one without columns."""
     problem_log._noted.clear()
     a, b, rows = torch.ones(6, 8), torch.ones(8, 4), list(map(list, TABLE))
     with ficco.options(log_problems=path):
@@ -620,57 +617,57 @@ def call_and_log(at: ranks.Rank, path: str) -> None:
         ficco.matmul_all_reduce(a, b, schedule="serial")
         ficco.all_to_all_matmul(a, b, schedule="serial", rows=rows)
         ficco.matmul_all_to_all(a, b, schedule="serial", rows=rows)
-        mine = torch.ones((7, 5)[at.rank], 4)
-        ficco.all_to_all_transposed_matmul(a, mine, schedule="serial", rows=rows)
+        b_shard = torch.ones((7, 5)[at.rank], 4)
+        ficco.all_to_all_transposed_matmul(a, b_shard, schedule="serial", rows=rows)
     ficco.close()
 
 
-def told(at: ranks.Rank) -> dict[str, tuple[list[str], list[str]]]:
-    """The lines of a log, and warnings, of a step that is made twice, by what is switched on."""
-    logger, found = logging.getLogger("ficco"), {}
+def log_lines(at: ranks.Rank) -> dict[str, tuple[list[str], list[str]]]:
+    """Log lines and warnings of two equal training steps, by the setting of the log."""
+    logger, by_setting = logging.getLogger("ficco"), {}
     a, b = torch.ones(4, 8, requires_grad=True), torch.ones(8, 16)
-    for how in ("off", "option", "level", "refused"):
+    for setting in ("off", "option", "level", "refused"):
         problem_log._said.clear()
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record, to=lines: to.append(record.getMessage())  # type: ignore
         logger.addHandler(handler)
         level, group = logger.level, dist.new_group(list(range(at.world)))
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if how == "level":
+            if setting == "level":
                 logger.setLevel(logging.INFO)
-            if how == "refused":
+            if setting == "refused":
                 patch.setattr(CpuEngine, "refuses", _refuses_all_but_collectives)
-            with ficco.options(log=how in ("option", "refused")):
+            with ficco.options(log=setting in ("option", "refused")):
                 for _ in range(2):
                     ficco.all_gather_matmul(a, b, group=group).sum().backward()
         logger.removeHandler(handler)
         logger.setLevel(level)
         ranks.leave(group)
-        found[how] = lines, [str(one.message) for one in seen]
-    return found
+        by_setting[setting] = lines, [str(warning.message) for warning in caught]
+    return by_setting
 
 
 def _refuses_all_but_collectives(engine: CpuEngine, problem: Problem, schedule: Schedule) -> str:
     return "" if schedule.mover == "collective" else "there is none"
 
 
-def test_a_run_says_once_what_each_problem_takes() -> None:
-    by_how, other = ranks.run(2, told)
-    assert set(map(str, other.values())) == {"([], [])"}, "rank 0 alone speaks"
-    lines, warned = by_how.pop("refused")
+def test_a_run_logs_each_decision_once() -> None:
+    by_setting, of_rank_1 = ranks.run(2, log_lines)
+    assert set(map(str, of_rank_1.values())) == {"([], [])"}, "rank 1 logged"
+    lines, warned = by_setting.pop("refused")
     for line in (*lines, *warned):
         assert "serial:collective in place of " in line
-    assert len(warned) == len(set(warned)) and all("there is none" in text for text in warned)
+    assert len(warned) == len(set(warned)) and all("there is none" in warning for warning in warned)
     assert warned[0].startswith("schedule='auto' takes serial:collective in place of ")
-    assert by_how.pop("off") == ([], [])
+    assert by_setting.pop("off") == ([], [])
     problem = Problem("all_gather_matmul", (4, 4), 16, 8, "float32")
-    for (first, second), warned in by_how.values():
-        taken = re.fullmatch(r"(.*): (\S+) \((\w+): .*\)", first)
-        assert taken and taken[1] == str(problem) and Schedule.parse(taken[2])
-        assert taken[3] == "fallback" and "`ficco tune` measures this machine" in first
-        assert ", for the gradient of a_shard of all_gather_matmul: " in second and not warned
+    for (forward, backward), warned in by_setting.values():
+        match = re.fullmatch(r"(.*): (\S+) \((\w+): .*\)", forward)
+        assert match and match[1] == str(problem) and Schedule.parse(match[2])
+        assert match[3] == "fallback" and "`ficco tune` measures this machine" in forward
+        assert ", for the gradient of a_shard of all_gather_matmul: " in backward and not warned
 
 
 def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, ran: Any) -> None:
@@ -678,7 +675,7 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, ran
     ranks.run(2, call_and_log, str(log))
     scaled = problem_of_sizes("all_gather_matmul", 64, 32, 48, "fp8-row", 2)
     problem_log.note(str(log), scaled, 0)
-    problem_log.note(str(log), replace(scaled, n=64), 1)  # rank 0 alone notes
+    problem_log.note(str(log), replace(scaled, n=64), 1)  # only rank 0 logs
     noted = [json.loads(line)["n"] for line in log.read_text().splitlines()]
     assert noted == [8, 16, 0, 4, 4, 4, 4, 4, 32]
     *problems, read = problem_log.read(log, 2)
@@ -697,47 +694,47 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, ran
     lines = ran(explain).out.splitlines()
     assert len(lines) == 8 and lines[0].startswith("all_gather_matmul(m=8 (4 x 2 ranks), n=8, ")
     assert all(" on h200-2" in line for line in lines)
-    found = json.loads(ran(f"{explain} --json").out)
-    assert [line.split(": ")[1].split(" ")[0] for line in lines] == [o["schedule"] for o in found]
-    for wrong, why in (("--m 4", "--from-log: required without --m"), ("--world 5", "none")):
-        assert why in ran(f"{explain} {wrong}", code=2).err
+    decisions = json.loads(ran(f"{explain} --json").out)
+    schedules = [decision["schedule"] for decision in decisions]
+    assert [line.split(": ")[1].split(" ")[0] for line in lines] == schedules
+    for wrong, message in (("--m 4", "--from-log: required without --m"), ("--world 5", "none")):
+        assert message in ran(f"{explain} {wrong}", code=2).err
 
     machine_file(path)
-    some = (problems[4], scaled)
-    asked = tuning.TuneSettings(path, "cpu", True, only=("shapes",), problems=some)
-    outcome = ranks.run(2, with_little, tuning.tune, asked)[0]
+    chosen = (problems[4], scaled)
+    settings = tuning.TuneSettings(path, "cpu", True, only=("shapes",), problems=chosen)
+    outcome = ranks.run(2, with_little, tuning.tune, settings)[0]
     assert not outcome.failures, outcome.failures
     machine = load(path)
-    assert machine.gemm == BLOCKS["gemm"], "blocks that were not measured stay"
-    assert [model.tuned_key(one) for one in machine.tuned] == [model.tuned_key(p) for p in some]
-    for problem, one in zip(some, machine.tuned, strict=True):
-        assert one.queued == one.idle and 0 < one.seconds[0] <= one.serial[0]
+    assert machine.gemm == BLOCKS["gemm"], "a block that was not measured changed"
+    assert [*map(model.tuned_key, machine.tuned)] == [*map(model.tuned_key, chosen)]
+    for problem, entry in zip(chosen, machine.tuned, strict=True):
+        assert entry.queued == entry.idle and 0 < entry.seconds[0] <= entry.serial[0]
         decision = decide(problem, machine=machine, mode="idle", offers=("dma", "kernel"))
-        assert (decision.source, str(decision.schedule)) == ("tuned", one.idle)
-    # Rows that are sent to others are another problem, though each multiplies as many; so are
-    # operands of another kind.
-    other = Problem.of_blocks("all_to_all_matmul", [[6, 0], [1, 5]], 4, 8, "float32")
-    assert other.rows == problems[4].rows
-    for asked in (other, problem_of_sizes("all_gather_matmul", 64, 32, 48, "fp8-tensor", 2)):
-        assert decide(asked, machine=machine, mode="idle").source != "tuned"
+        assert (decision.source, str(decision.schedule)) == ("tuned", entry.idle)
+    # Other blocks with the same row counts are another problem, and so is another float8 recipe.
+    skewed = Problem.of_blocks("all_to_all_matmul", [[6, 0], [1, 5]], 4, 8, "float32")
+    assert skewed.rows == problems[4].rows
+    for problem in (skewed, problem_of_sizes("all_gather_matmul", 64, 32, 48, "fp8-tensor", 2)):
+        assert decide(problem, machine=machine, mode="idle").source != "tuned"
 
 
 def test_operators_choose_their_collectives_and_shapes(tmp_path: Path) -> None:
-    every = {"reduce_scatter", "all_to_all", "all_reduce"}
+    optional = {"reduce_scatter", "all_to_all", "all_reduce"}
     for operators, measured in (
-        ((), every),
+        ((), optional),
         (("all_gather_matmul",), set()),
         (("matmul_reduce_scatter", "matmul_all_to_all"), {"reduce_scatter", "all_to_all"}),
     ):
         settings = tuning.TuneSettings(tmp_path / "m.yaml", "cpu", operators=operators)
-        assert {*settings.steps} & every == measured
+        assert {*settings.steps} & optional == measured
         assert {"gemm", "all_gather", "thresholds"} <= {*settings.steps}
     case = Case("x", 64, 16, 32, "float32")
-    found = calls.from_cases([case], 2, "cpu", ("all_gather_matmul", "matmul_all_reduce"))
-    sizes = [(p.operator, p.n, p.k) for p in found]
+    problems = calls.from_cases([case], 2, "cpu", ("all_gather_matmul", "matmul_all_reduce"))
+    sizes = [(p.operator, p.n, p.k) for p in problems]
     assert sizes == [("all_gather_matmul", 16, 32), ("matmul_all_reduce", 32, 16)]
-    (alone,) = calls.from_cases([replace(case, operator="all_to_all_matmul")], 2, "cpu")
-    assert alone.blocks == ((32, 32), (32, 32))
+    (problem,) = calls.from_cases([replace(case, operator="all_to_all_matmul")], 2, "cpu")
+    assert problem.blocks == ((32, 32), (32, 32))
 
 
 def test_the_fastest_of_each_mode_is_entered_and_replaces_the_older_entry() -> None:
@@ -746,21 +743,21 @@ def test_the_fastest_of_each_mode_is_entered_and_replaces_the_older_entry() -> N
         "queued": {"serial:collective": 5.0, "serial": 4.0, "growing": 2.0, "shrinking": 3.0},
         "idle": {"serial:collective": 5.0, "serial": 6.0, "growing": 8.0, "shrinking": 7.0},
     }
-    found = calls.entry(problem, times, site_of(None))
-    assert (found.queued, found.idle) == ("growing", "serial:collective")
-    assert (found.seconds, found.serial) == ((2.0, 5.0), (4.0, 5.0))
-    other = replace(found, n=9)
-    machine = Machine("m", "cpu", 2, tuned=(replace(found, queued="serial"), other))
-    assert calls.with_entry(machine, found).tuned == (other, found)
+    entry = calls.entry(problem, times, site_of(None))
+    assert (entry.queued, entry.idle) == ("growing", "serial:collective")
+    assert (entry.seconds, entry.serial) == ((2.0, 5.0), (4.0, 5.0))
+    other = replace(entry, n=9)
+    machine = Machine("m", "cpu", 2, tuned=(replace(entry, queued="serial"), other))
+    assert calls.with_entry(machine, entry).tuned == (other, entry)
 
 
 def test_a_log_with_a_wrong_line_is_refused_with_its_number(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    good = {"operator": "all_gather_matmul", "rows": [1, 1], "n": 1, "k": 1, "dtype": "float32"}
+    valid = {"operator": "all_gather_matmul", "rows": [1, 1], "n": 1, "k": 1, "dtype": "float32"}
     by_blocks = {"operator": "all_to_all_matmul", "blocks": [[1, 2], [1, 1]], "rows": [2, 2]}
     wrong = ({"n": "a"}, {"operator": "gather"}, by_blocks)
-    for line in ("{", "[]", *(json.dumps({**good, **one}) for one in wrong)):
-        log.write_text(f"{json.dumps(good)}\n{line}\n")
+    for line in ("{", "[]", *(json.dumps({**valid, **change}) for change in wrong)):
+        log.write_text(f"{json.dumps(valid)}\n{line}\n")
         with pytest.raises(ConfigError, match="line 2: required a problem"):
             problem_log.read(log, 2)
 
@@ -770,23 +767,22 @@ def test_a_log_that_cannot_be_written_does_no_harm(tmp_path: Path, name: str) ->
     problem = Problem("all_gather_matmul", (1,), 1, 1, "float32")
     with pytest.warns(UserWarning, match="problems are not logged"):
         problem_log.note(f"{tmp_path}/{name}", problem, 0)
-    problem_log.note(f"{tmp_path}/{name}", problem, 0)  # warned of once
+    problem_log.note(f"{tmp_path}/{name}", problem, 0)  # the warning is not repeated
 
 
 # Groups on several hosts.
 
 
 def _tuned(at: ranks.Rank, path: Path, only: tuple[str, ...], hosts: int) -> Any:
-    """A tuning run, in which messages of one rank and of all take latencies and rates that do not
-    depend on the pace of this machine."""
+    """Tune with fixed latencies and rates of messages, independent of this machine's pace."""
     fitted = mock.patch.object(fits, "messages", side_effect=[(1e-4, 2e9), (2e-4, 1e9)])
     with host_of(at, hosts), fitted as messages:
         outcome = tuning.tune(
             tuning.TuneSettings(path, "cpu", quick=True, only=only, fresh=True, command="tests")
         )
-    rows = [one for call in messages.call_args_list for one in call.args[0]]
-    assert all(one.seconds > 0 for one in rows)
-    sizes = {(one.nbytes, one.count) for one in rows}
+    rows = [row for call in messages.call_args_list for row in call.args[0]]
+    assert all(row.seconds > 0 for row in rows)
+    sizes = {(row.nbytes, row.count) for row in rows}
     return outcome.error, outcome.failures, outcome.done, len(sizes)
 
 

@@ -311,10 +311,12 @@ def test_explain_takes_rows_as_the_operators_do(capsys: pytest.CaptureFixture[st
     assert ficco.explain("all_to_all_matmul", m=7, **sizes).problem.rows == (7, 7)
     for operator, m, rows, message in (
         ("matmul_reduce_scatter", 9, [2, 6], "the sum 9, which is m, got 8"),
-        ("matmul_reduce_scatter", 9, [9], "required 2 numbers"),
+        ("matmul_reduce_scatter", 9, [9], "required 2 whole numbers"),
         ("all_to_all_matmul", 7, table, "the largest sum 7, which is m, got 6"),
-        ("all_to_all_matmul", 6, [2, 4], "a table of 2 x 2 numbers"),
-        ("all_to_all_matmul", 6, [[1, 2, 3], [3, 4, 5]], "a table of 2 x 2 numbers"),
+        ("matmul_reduce_scatter", 9, 9, "required 2 whole numbers, got 9; "),
+        ("all_to_all_matmul", 6, [2, 4], "a table of 2 x 2 whole numbers"),
+        ("all_to_all_matmul", 6, [[1, "2"], [3, 4]], "a table of 2 x 2 whole numbers"),
+        ("all_to_all_matmul", 6, [[1, 2, 3], [3, 4, 5]], "a table of 2 x 2 whole numbers"),
         ("matmul_all_reduce", 6, [3, 3], "required none for matmul_all_reduce"),
     ):
         with pytest.raises(ValueError, match=f"rows: .*{message}"):
