@@ -129,7 +129,7 @@ def test_a_rank_does_not_wait_for_an_ended_process() -> None:
 
 @on_ranks(3)
 def test_a_difference_counts_before_an_absent_rank(at: Rank) -> None:
-    """Rank 1 misses a call on which the other ranks disagree, and a call on which they agree."""
+    """Rank 1 misses two calls: the other ranks disagree on the first, and agree on the second."""
     for text, seconds, kind in ((f"rank {at.rank}", 20.0, RankMismatch), ("", 0.3, SignalTimeout)):
         board = new_board()
         if at.rank != 1:

@@ -473,8 +473,8 @@ def test_the_model_may_take_copy_kernels_that_overlap_no_product() -> None:
     for operator in ("matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"):
         for world, name in ((2, "one-shot"), (4, "serial")):
             sized = problem_of_sizes(operator, 512, 1024, 512, "bfloat16", world)
-            taken = decide(sized, machine=replace(fast, ranks=world)).schedule
-            assert str(taken) == name if sized.kind.sums else taken.mover != "kernel"
+            schedule = decide(sized, machine=replace(fast, ranks=world)).schedule
+            assert str(schedule) == name if sized.kind.sums else schedule.mover != "kernel"
 
 
 def tiles(machine: Machine, source: str = "measured") -> Machine:
@@ -523,8 +523,8 @@ def test_calls_with_different_machines_decide_separately(at: Rank, tmp_path: Pat
             with ficco.options(machine=name, timeout_s=10.0):
                 ficco.all_gather_matmul(torch.ones(8, 16), torch.ones(16, 8), group=group)
         (workspace,) = workspaces(group)
-        taken = [bound.plan.schedule for bound in workspace.programs.values()]
-    assert taken == ["shrinking:tail=2", "growing:pieces=2", "growing"]
+        schedules = [bound.plan.schedule for bound in workspace.programs.values()]
+    assert schedules == ["shrinking:tail=2", "growing:pieces=2", "growing"]
 
 
 @on_ranks(2)

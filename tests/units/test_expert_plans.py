@@ -222,9 +222,9 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "the last matrix of another": (change("0.0 back", b_stride=0), "matrix of other rows"),
     "fewer experts": (change("0.0", batch=1), "elements of hidden are written"),
     "rows of another source": (change("0.0", a=down(5)), "what nobody has written"),
-    "made elsewhere": (change("0.0", out=down(5)), "elements of hidden are written"),
+    "outputs in other rows": (change("0.0", out=down(5)), "elements of hidden are written"),
     "at another distance": (change("0.0", out_stride=5), "matrix of other rows"),
-    "not waited for": (change("0.0", waits=()), "never waited for|before"),
+    "no wait": (change("0.0", waits=()), "never waited for|before"),
     "the product left out": (change("0.0", products=()), "holds no work"),
     "without the function": (change("0.0 silu", function=""), "wrong buffers"),
     "another function": (change("0.0 silu", function="relu gated"), "not asked for"),
@@ -235,11 +235,11 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "landing at the wrong distance": (change("ready 0>0", dst_stride=5), "rows|piece|nobody"),
     "one copy of two": (change("ready 0>0", batch=1), "what nobody has written"),
     "no copies": (change("ready 0>0", batch=0), "is no batch"),
-    "sent back before it is made": (change("returned 0>0", after=()), "before it is written"),
-    "sent back to another place": (change("returned 0>0", dst=down(5)), "rows|piece|nobody"),
-    "kept before it has come": (change("0.0 kept", after=()), "before it is written"),
-    "not kept": (idle("0.0 kept"), "elements of gathered are written"),
-    "not brought home": (idle("0.0 home"), "elements of out are written"),
+    "returned before it is computed": (change("returned 0>0", after=()), "before it is written"),
+    "returned to another place": (change("returned 0>0", dst=down(5)), "rows|piece|nobody"),
+    "stored before it arrives": (change("0.0 kept", after=()), "before it is written"),
+    "not stored": (idle("0.0 kept"), "elements of gathered are written"),
+    "not returned": (idle("0.0 home"), "elements of out are written"),
 }
 
 

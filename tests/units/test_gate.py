@@ -77,10 +77,10 @@ def test_a_wait_for_the_device_lets_recordings_end() -> None:
 
 def test_a_closed_gate_admits_no_call_and_reports_calls_inside() -> None:
     gate = Gate()
-    with gate, gate.closed() as alone:
-        assert not alone
-    with gate.closed() as alone:
-        assert alone
+    with gate, gate.closed() as idle:
+        assert not idle
+    with gate.closed() as idle:
+        assert idle
         entered = entered_by_a_thread(gate)
         assert not entered.wait(MOMENT_S) and gate.passed == 1
     assert entered.wait(PATIENCE_S)
@@ -92,8 +92,8 @@ def test_a_thread_that_fails_or_is_interrupted_leaves_the_gate() -> None:
     for enter in (lambda: gate, gate.recording, gate.waiting, gate.closed):
         with suppress(ValueError), enter():  # type: ignore[attr-defined]
             raise ValueError
-    with gate.closed() as alone:
-        assert alone
+    with gate.closed() as idle:
+        assert idle
 
     def interrupt(condition: object) -> None:
         raise KeyboardInterrupt
@@ -112,8 +112,8 @@ def test_a_handler_that_makes_a_call_or_frees_does_not_wait_for_its_own_thread()
 
     @contextmanager
     def interrupted() -> Iterator[None]:
-        with gate.closed(), gate, gate.closed() as alone:
-            assert not alone
+        with gate.closed(), gate, gate.closed() as idle:
+            assert not idle
         yield
 
     assert entered_by_a_thread(interrupted()).wait(PATIENCE_S)
@@ -145,11 +145,11 @@ def test_memory_is_freed_while_other_threads_make_slots(monkeypatch: pytest.Monk
 
 
 def test_a_rendezvous_may_wait_without_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = Near(dist.HashStore(), 0, 1)
+    group = Near(dist.HashStore(), 0, 1)
     memory = torch.empty(8, dtype=torch.uint8)
     double = SimpleNamespace(rendezvous=lambda tensor, group: tensor)
     monkeypatch.setattr(memories, "_SymmetricMemory", double)
-    engine: Any = SimpleNamespace(group=alone, hosts=Hosts.one(alone), rank=0, operator="empty")
+    engine: Any = SimpleNamespace(group=group, hosts=Hosts.one(group), rank=0, operator="empty")
     engine.timeout_s, engine.interrupt = float("inf"), lambda: None
     assert memories.Rendezvous(engine).meet(memory) is memory
 

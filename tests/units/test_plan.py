@@ -367,9 +367,9 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
     },
     (SUMMED, FUSED): {
         "an early release": (change(retires, after=()), IN_USE),
-        "sent before it is made": (change(is_copy, after=()), EARLY),
-        "summed before it is there": (sum_before_it_is_due, EARLY),
-        "a copy of another's rows": (change(is_copy, src=down(16)), "leaves out copied rows"),
+        "sent before it is computed": (change(is_copy, after=()), EARLY),
+        "summed before it arrives": (sum_before_it_is_due, EARLY),
+        "a copy of a peer's rows": (change(is_copy, src=down(16)), "leaves out copied rows"),
         "a product in other rows": (
             change(multiplies, out={"row": 1}, a={"row_stop": 3}),
             "do not fit|a peer's|leaves the buffer",
@@ -380,7 +380,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "a sum at a peer": (change(sums, parts=all_in(rank=2)), "sums in the wrong buffers"),
         "a sum of results": (change(sums, parts=all_in(buffer="out")), "in the wrong buffers"),
         "a sum of nothing": (change(sums, parts=(), terms=()), "whose products it sums"),
-        "a part without a name": (change(sums, terms=fewer), "whose products it sums"),
+        "a part without its term": (change(sums, terms=fewer), "whose products it sums"),
         "a term twice": (change(sums, parts=last_twice, terms=last_twice), "rank twice"),
         "a term missing": (change(sums, parts=fewer, terms=fewer), UNSUMMED),
         "terms out of order": (change(sums, parts=backwards, terms=backwards), "in the order of"),
@@ -396,58 +396,58 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "the own product added twice": (change(adds, products=twice), "other ranks than it says"),
         "the own product added to itself": (change(adds, terms=15), "sum that it is in"),
         "the own product added early": (change(adds, after=()), "overwritten by an unordered"),
-        "the own product added to something": (change(adds, terms=0), "not say whose products it"),
+        "the own product added to no terms": (change(adds, terms=0), "not say whose products it"),
     },
     (SUMMED, "ring"): {
-        "sent on before the own is added": (change(sends_on, after=()), EARLY),
+        "forwarded before the own product is added": (change(sends_on, after=()), EARLY),
     },
     (SUMMED, "ring:pieces=1"): {
         "added to other rows": (change(adds, out=in_rows(1, 17)), LOST),
         "added at the end to other rows": (change(adds_elsewhere, addend=after_itself), LOST),
         "added at the end to less": (change(adds_elsewhere, addend=in_rows(0, 15)), "does not fit"),
-        "added at the end to its own": (change(adds_elsewhere, addend=OWN), "to the wrong buffer"),
-        "added at the end to two": (change(adds_elsewhere, accumulate=True), "does not fit"),
+        "added to partial at the end": (change(adds_elsewhere, addend=OWN), "to the wrong buffer"),
+        "added to two at the end": (change(adds_elsewhere, accumulate=True), "does not fit"),
     },
     (SUMMED, "one-shot"): {
         "staging of a peer": (change(sums, parts=all_in(buffer="staging")), "names no buffer"),
     },
     (RETURNED, FUSED): {
-        "sent back before it is summed": (change(sends_back, after=()), EARLY),
+        "returned before it is summed": (change(sends_back, after=()), EARLY),
     },
     (RETURNED, "one-shot"): {
-        "read before it is there": (move(sums, retires, "waits"), "may read before it is written"),
-        "a peer told too early": (move("has read", "acquire, tell 0", "posts"), IN_USE),
+        "read before it arrives": (move(sums, retires, "waits"), "may read before it is written"),
+        "a peer signalled too early": (move("has read", "acquire, tell 0", "posts"), IN_USE),
     },
     (RETURNED, "two-shot"): {
-        "sums that stay behind": (idle("sum 0>1"), UNWRITTEN),
-        "sent before they are summed": (move("sum 0", retires, "waits"), EARLY),
-        "kept before they arrive": (move("keep 1.0", retires, "waits"), EARLY),
-        "kept as the sums of others": (change("keep 1.0", src=down(1)), LOST),
+        "sums that are not sent": (idle("sum 0>1"), UNWRITTEN),
+        "sent before they are complete": (move("sum 0", retires, "waits"), EARLY),
+        "stored before they arrive": (move("keep 1.0", retires, "waits"), EARLY),
+        "stored from other rows": (change("keep 1.0", src=down(1)), LOST),
         "words cleared too early": (move(clears_sums, "sum 0", "clears"), "before it was waited"),
-        "a slot that is still read": (change(retires, after=()), IN_USE),
+        "a slot released while it is read": (change(retires, after=()), IN_USE),
     },
     (RETURNED, "one-shot:pieces=2"): {
-        "a slot that its peer still has": (change(sums, after=(0,)), "has not handed it over"),
+        "a slot that its peer still uses": (change(sums, after=(0,)), "has not handed it over"),
     },
     (SENT, "serial"): {
         "blocks in the wrong places": (swap("staging>out", "dst"), f"reads {LOST}"),
         "a sum where blocks are placed": (sum_a_placed_block, "whose products it sums"),
     },
     (SENT, FUSED): {
-        "another's rows as own": (change(makes_partial, out={"buffer": "out"}), TAKES),
+        "a peer's rows as own rows": (change(makes_partial, out={"buffer": "out"}), TAKES),
         "a copy without a name": (change(is_copy, terms=0), "does not say whose products"),
     },
     (TAKEN, "shard-overlap"): {
-        "another's block": (change(is_copy, src=down(1)), TAKES),
+        "a peer's block": (change(is_copy, src=down(1)), TAKES),
     },
     (TAKEN, FUSED): {
-        "A under a name": (change(is_copy, terms=1), "or says so of an operand"),
+        "A with terms": (change(is_copy, terms=1), "or says so of an operand"),
         "terms of A": (change(multiplies, terms=1), "to what another rank made"),
     },
     (TURNED, "growing"): {
         "a piece counted twice": (change(awaits_data, products=add_again), AGAIN),
         "a piece left out": (idle(awaits_data), "rounds before the last term"),
-        "own rows with others of b": (change(multiplies, b=in_rows(16, 32)), "into a peer's"),
+        "own rows with other rows of b": (change(multiplies, b=in_rows(16, 32)), "into a peer's"),
         "not transposed": (change(awaits_data, transposed=False), "the wrong way round"),
         "a batch": (change(awaits_data, batch=2), "do not fit"),
     },
@@ -461,7 +461,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         ),
     },
     (UNEVEN, "growing"): {"own rows elsewhere": (change(multiplies, b=down(1)), "into a peer's")},
-    (UNEVEN, UNFUSED): {"rows of b beside its own": (change(awaits_data, b=down(1)), AGAIN)},
+    (UNEVEN, UNFUSED): {"rows of b next to its own": (change(awaits_data, b=down(1)), AGAIN)},
 }
 
 
@@ -523,9 +523,9 @@ def used_by_another_rank(role: str) -> Callable[[Plans], Plans]:
     """Return an edit that moves a wait or a clear from rank 2 to rank 3."""
 
     def swap_roles(intact: Plans) -> Plans:
-        taken = next(getattr(step, role) for step in intact[2].steps if getattr(step, role))
-        drop = change(lambda step: getattr(step, role) == taken, **{role: taken[1:]})
-        take = change(retires, **{role: lambda held: (*held, taken[0])})
+        signals = next(getattr(step, role) for step in intact[2].steps if getattr(step, role))
+        drop = change(lambda step: getattr(step, role) == signals, **{role: signals[1:]})
+        take = change(retires, **{role: lambda own: (*own, signals[0])})
         return edited(edited(intact, 2, drop), 3, take)
 
     return swap_roles
@@ -605,9 +605,9 @@ def rows_moved_to_where_they_are_read(intact: Plans) -> Plans:
         i = index(steps, awaits_data)
         (product,) = steps[i].products
         lower = product.a._replace(row=4, row_stop=12)
-        aside = Step(Transfer(product.a, lower), "compute0", "aside", steps[i].waits)
+        moved = Step(Transfer(product.a, lower), "compute0", "aside", steps[i].waits)
         steps[i] = changed(steps[i], waits=(), a=lower)
-        steps.insert(i, aside)
+        steps.insert(i, moved)
         steps[-1] = steps[-1]._replace(after=tuple(j + (j >= i) for j in steps[-1].after))
 
     return edited(buffer("staging", shapes=((12, 32),) * 2)(intact), 1, move_down)

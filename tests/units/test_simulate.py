@@ -157,11 +157,11 @@ def test_a_product_whose_result_is_sent_runs_after_another_ready_product() -> No
 
 
 def test_a_copy_right_before_a_product_is_noticed_sooner() -> None:
-    seen = Signal("ready", 0, 0, 0, 0)
+    ready = Signal("ready", 0, 0, 0, 0)
     for lane, noticed, begin in (("compute0", 1.0, 9), ("copy0", 1.0, 13), ("compute0", None, 13)):
         copies = Copies(9, 5.0, 0.0, ((1.0, 1.0),), GIVEN, noticed)
-        copy = send(lane, 0, 1, 8, mover="kernel", posts=(seen,))
-        two_plans = two(copy, multiply("compute0", 1, waits=(seen,)))
+        copy = send(lane, 0, 1, 8, mover="kernel", posts=(ready,))
+        two_plans = two(copy, multiply("compute0", 1, waits=(ready,)))
         timeline = simulate(two_plans, replace(ONE, kernel_copies=copies))
         assert bars_of(timeline, 0, "matmul") == [(begin, begin + 2)]
     # Kernel copies have a separate curve.
@@ -242,11 +242,11 @@ def test_an_all_to_all_takes_as_long_as_the_rank_with_most_to_send_or_receive() 
 def test_idle_calls_wait_for_their_host_in_enqueue_order() -> None:
     host = Host(100.0, 7.0, matmul=10.0, copy=3.0, signal=1.0, provenance=GIVEN)
     machine = replace(ONE, host=host)
-    seen = Signal("ready", 0, 0, 0, 0)
+    ready = Signal("ready", 0, 0, 0, 0)
     two_plans = two(
         multiply("compute0", 2),  # enqueued at 110
-        send("copy0", 0, 1, 4, posts=(seen,)),  # at 113, its post at 114
-        multiply("compute0", 1, waits=(seen,)),  # at 125
+        send("copy0", 0, 1, 4, posts=(ready,)),  # at 113, its post at 114
+        multiply("compute0", 1, waits=(ready,)),  # at 125
         multiply("compute1", 1),  # at 135
     )
     timeline = simulate(two_plans, machine, "idle")
