@@ -208,8 +208,8 @@ def traced(at: Rank, name: str, case: Case) -> None:
     operands = [t.to(at.device, dtype) for t in subject.make(case, at.rank, 0)]
     constants = constants_of(at, subject, case, 0)
     eager = trained(subject, case, operands, constants)
-    once = trained(subject, case, operands, constants, compiled)
-    assert all(map(torch.equal, eager, once)), case
+    by_compiler = trained(subject, case, operands, constants, compiled)
+    assert all(map(torch.equal, eager, by_compiler)), case
     with CallRecorder() as recorder:
         trained(subject, case, operands, constants)
     assert recorder.calls, "no operator of torch.library was called"

@@ -82,7 +82,7 @@ FAULTS = (
         "repeated-size",
         "ficco/machine/files.py",
         "a curve of a machine file may have two values for one size",
-        ("machine.py::test_a_damaged_file_says_where", "machine"),
+        ("machine.py::test_a_damaged_file_names_the_place", "machine"),
         "if points and x <= points[-1][0]:",
         "if points and x < points[-1][0]:",
     ),

@@ -17,8 +17,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "problems": ("golden_plans",),
     "plan": ("golden_plans",),
     "proof": (
-        "plan.py::test_broken_plans_are_caught",
-        "plan.py::test_spoilt_plans_are_caught",
+        "plan.py::test_broken_plans_are_refused",
+        "plan.py::test_broken_plans_of_several_ranks_are_refused",
         "interleavings",
     ),
     "schedules": ("golden_plans",),
