@@ -92,7 +92,7 @@ def test_counts_are_published_with_calls(at: Rank) -> None:
 @on_ranks(3)
 def test_a_call_that_differs_is_found_later_on_every_rank(at: Rank) -> None:
     board = new_board()
-    usual, other = board.describe("usual"), board.describe("other")
+    usual, differing = board.describe("usual"), board.describe("other")
 
     def mismatch_after(first: int, last: int) -> RankMismatch | None:
         for number in range(first, last):  # no rank waits
@@ -101,7 +101,7 @@ def test_a_call_that_differs_is_found_later_on_every_rank(at: Rank) -> None:
         return board.mismatch(last - 1)
 
     assert mismatch_after(1, 400) is None
-    board.post(400, (usual, other, digest("a secret"))[at.rank])
+    board.post(400, (usual, differing, digest("a secret"))[at.rank])
     dist.barrier()
     mismatch = mismatch_after(401, 450)
     secret = f"unknown (digest {digest('a secret'):010x})"
@@ -148,13 +148,13 @@ def test_a_difference_counts_before_an_absent_rank(at: Rank) -> None:
 @on_ranks(3)
 def test_a_failed_rank_is_named_without_waiting_for_the_other_ranks(at: Rank) -> None:
     """Rank 1 fails in a call that rank 2 has not begun; rank 0 waits for both."""
-    for how, patience in ((FAILED, 0.0), (LATE, LATE_S)):
+    for state, patience in ((FAILED, 0.0), (LATE, LATE_S)):
         board = new_board()
         board.post(1, 9)
         if at.rank != 2:
             board.post(2, board.describe("both"))
         if at.rank == 1:
-            board.post(2, board.describe("MemoryError: \udc80", how))
+            board.post(2, board.describe("MemoryError: \udc80", state))
         dist.barrier()
         if at.rank == 0:
             begin = time.monotonic()

@@ -167,22 +167,22 @@ def test_a_lost_connection_names_the_rank_whose_process_ends() -> None:
     assert (raised.value.peer, raised.value.ended) == (0, True)
 
 
-def _with_a_casualty(at: Rank, case: Case, victim: int, how: str, warm: bool) -> dict[str, Any]:
-    """``how``: "kill" or "stop", or "before" if the process has ended before its peers call."""
+def _with_a_lost_rank(at: Rank, case: Case, victim: int, loss: str, warm: bool) -> dict[str, Any]:
+    """``loss``: "kill" or "stop", or "before" if the process has ended before its peers call."""
     for iteration in range(3 * warm):
         exact(at, case, iteration)
     at.barrier()
     if at.rank == victim:
         # Rank 0 holds the store, which dies with it.
-        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
-    if how == "before":
+        os.kill(os.getpid(), signal.SIGSTOP if loss == "stop" else signal.SIGKILL)
+    if loss == "before":
         time.sleep(0.3)
     # The end of a process that has used the group is noticed at any timeout.
-    return report_of_case(at, case, patience=LONG_S if warm and how != "stop" else PATIENCE_S)
+    return report_of_case(at, case, patience=LONG_S if warm and loss != "stop" else PATIENCE_S)
 
 
 @pytest.mark.parametrize(
-    ("world", "victim", "schedule", "how", "warm"),
+    ("world", "victim", "schedule", "loss", "warm"),
     [
         (3, 0, "serial:collective", "kill", True),
         (3, 0, "serial:collective", "kill", False),
@@ -194,10 +194,10 @@ def _with_a_casualty(at: Rank, case: Case, victim: int, how: str, warm: bool) ->
         (2, 0, "hetero-fused-2d", "stop", False),
     ],
 )
-def test_lost_rank(world: int, victim: int, schedule: str, how: str, warm: bool) -> None:
-    case, stops = equal(world, 8, 8, 8, schedule=schedule), how == "stop"
+def test_lost_rank(world: int, victim: int, schedule: str, loss: str, warm: bool) -> None:
+    case, stops = equal(world, 8, 8, 8, schedule=schedule), loss == "stop"
     lost: Any = {"fresh": True, "catch": True, "lost": {victim} if stops else ()}
-    reports = run(world, _with_a_casualty, case, victim, how, warm, **lost)
+    reports = run(world, _with_a_lost_rank, case, victim, loss, warm, **lost)
     if not stops:
         assert isinstance(reports[victim], Died) and reports[victim].exitcode == -signal.SIGKILL
     for rank in {*range(world)} - {victim}:

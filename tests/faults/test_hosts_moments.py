@@ -38,7 +38,7 @@ def _host_of(rank: int) -> int:
     return rank // (WORLD // HOSTS)
 
 
-def _failure_after_signal(at: Rank, senders: Sequence[int], to: int, how: int, seed: int) -> Any:
+def _failure_after_signal(at: Rank, senders: Sequence[int], to: int, sig: int, seed: int) -> Any:
     """Call until a call fails, while ``senders`` signal process ``to`` (0: themselves) at a random
     moment; return the failure and its seconds after that moment."""
     os.environ["FICCO_HOST"] = f"host-{_host_of(at.rank)}"
@@ -48,7 +48,7 @@ def _failure_after_signal(at: Rank, senders: Sequence[int], to: int, how: int, s
             all_operators(at)
         dist.barrier()
         if at.rank in senders:
-            threading.Timer(delay, os.kill, (to or os.getpid(), how)).start()
+            threading.Timer(delay, os.kill, (to or os.getpid(), sig)).start()
         began = time.monotonic()
         failure = caught(lambda: [all_operators(at) for _ in count()])
         return failure, time.monotonic() - began - delay

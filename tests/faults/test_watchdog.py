@@ -63,10 +63,10 @@ class Board:
     world = 4
 
     def __init__(self, error: RankMismatch | None) -> None:
-        self.error, self.gone, self.stopped = error, set[int](), list[int]()
+        self.error, self.ended_ranks, self.stopped = error, set[int](), list[int]()
 
     def ended(self, rank: int) -> bool:
-        return rank in self.gone
+        return rank in self.ended_ranks
 
     def silent(self) -> list[int]:
         return self.stopped
@@ -139,13 +139,13 @@ def soon(condition: Callable[[], object]) -> bool:
     return bool(condition())
 
 
-@pytest.mark.parametrize(("rank", "far"), [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize(("rank", "on_another_host"), [(1, False), (2, False), (1, True)])
 def test_the_end_of_an_awaited_process_is_reported_at_once(
-    watch: Watch, rank: int, far: bool
+    watch: Watch, rank: int, on_another_host: bool
 ) -> None:
     workspace = watch(timeout_s=20)
     # The end of a process on another host shows in its connection.
-    (workspace.engine.lost if far else workspace.board.gone).add(rank)
+    (workspace.engine.lost if on_another_host else workspace.board.ended_ranks).add(rank)
     waited = until(workspace, 4 * ENDED_S)
     error = workspace.error
     if rank == 2:  # the first missing signal is of a rank that still runs
@@ -222,7 +222,7 @@ def test_idle_slots_and_ending_calls_raise_nothing(
 ) -> None:
     """The watchdog reports no error, even if a process has ended."""
     workspace = watch(running, ending)
-    workspace.board.gone.add(1)
+    workspace.board.ended_ranks.add(1)
     longest = max(3 * TIMEOUT_S, 2 * ENDED_S)
     assert until(workspace, longest) >= longest
 

@@ -245,13 +245,13 @@ def test_options_and_explain_refuse_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="machine: required a name, a path or None, got 5"):
         ficco.Options(machine=5)  # type: ignore[arg-type]
     sizes: Any = {"operator": GATHER, "m": 2048, "n": 1024, "k": 4096, "world": 4}
-    for wrong, message in (
+    for invalid, message in (
         ({"world": 0}, "at least 1 rank"),
         ({"machine": 5}, "machine: required a Machine, a name.* or None, got 5"),
         ({"machine": "nowhere"}, "nowhere"),
     ):
         with pytest.raises((ValueError, ficco.ConfigError), match=message):
-            ficco.explain(**{**sizes, **wrong})
+            ficco.explain(**{**sizes, **invalid})
 
 
 # The command line.
@@ -362,11 +362,11 @@ def test_the_command_refuses_invalid_arguments(capsys: pytest.CaptureFixture[str
 def test_the_machine_gives_the_default_number_of_ranks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = Fingerprint("nvidia h200", 2)
-    facts = where(None, None, here)
+    host = Fingerprint("nvidia h200", 2)
+    facts = where(None, None, host)
     assert facts.machine is not None and (facts.machine.name, facts.world) == ("h200-2", 2)
-    modes = [where(None, 3, here, captured=captured).mode for captured in (False, True)]
-    assert modes == ["eager", "queued"] and where("cpu", 4, here).mode == "idle"
+    modes = [where(None, 3, host, captured=captured).mode for captured in (False, True)]
+    assert modes == ["eager", "queued"] and where("cpu", 4, host).mode == "idle"
     if not torch.cuda.is_available():
         assert cli.run(["explain", *SIZES[:6]]) == 0
         assert "(2048 x 4 ranks)" in capsys.readouterr().out  # of cpu.yaml
@@ -532,7 +532,7 @@ def test_ranks_with_different_machine_files_raise_before_they_enqueue(
     at: Rank, tmp_path: Path
 ) -> None:
     machine = replace(MACHINE, ranks=2)
-    other = replace(machine, margin=0.5)
+    changed = replace(machine, margin=0.5)
     path = str(tmp_path / f"{at.rank}.yaml")
 
     def outcome(contents: tuple[str, str], schedule: str = "auto") -> Any:
@@ -542,13 +542,13 @@ def test_ranks_with_different_machine_files_raise_before_they_enqueue(
             a, b = torch.full((8, 16), float(at.rank + 1)), torch.ones(16, 8)
             return caught(partial(ficco.all_gather_matmul, a, b, schedule=schedule, group=group))
 
-    text, other_text = dumps(machine), dumps(other)
+    text, other_text = dumps(machine), dumps(changed)
     for schedule in ("auto", "growing"):
         failure = outcome((text, other_text), schedule)
         assert isinstance(failure, Failure) and failure.type == "RankMismatch", failure
         values = failure.fields["values"]
         assert f"machine toy ({digest(machine):010x})" in values[0]
-        assert f"machine toy ({digest(other):010x})" in values[1]
+        assert f"machine toy ({digest(changed):010x})" in values[1]
         assert "machine file" in failure.text
     damaged = outcome((text, "name: ["))
     assert damaged.type == ("RankMismatch", "ConfigError")[at.rank]

@@ -161,8 +161,8 @@ def test_exact_rows_take_longer_if_each_expert_needs_its_own_product(mode: str) 
     of_blocks = seconds_of(blocks, mode)
     for name, seconds in seconds_of(exact, mode).items():
         if name.startswith(("uniform", "serial")):  # the host looks up the rows of each step
-            near = pytest.approx(of_blocks[name])
-            assert seconds > of_blocks[name] if mode == "idle" else seconds == near
+            as_blocks = pytest.approx(of_blocks[name])
+            assert seconds > of_blocks[name] if mode == "idle" else seconds == as_blocks
         else:
             assert seconds > 1.3 * of_blocks[name]
     plan = planned(exact)[0]
@@ -186,14 +186,14 @@ def test_reasons_of_decisions_without_a_simulation_and_errors() -> None:
     sizes = SIZES | {"capacity": 8, "machine": "h200-4"}
     assert str(ficco.explain("experts", schedule="growing", **sizes)) == "growing (requested)"
     assert ficco.explain("experts", **(sizes | {"world": 1})).source == "rule"
-    for wrong, text in (
+    for invalid, text in (
         ({"experts": 7}, "multiple of 4"),
         ({"split": "rows"}, "experts, columns"),
         ({"activation": "tanh"}, "required one of"),
         ({"schedule": 3}, "required 'auto'"),
     ):
         with pytest.raises(ValueError, match=text):
-            ficco.explain("experts", **(sizes | wrong))
+            ficco.explain("experts", **(sizes | invalid))
 
 
 def test_unsupported_schedules_and_layers_are_refused() -> None:
@@ -207,9 +207,9 @@ def test_unsupported_schedules_and_layers_are_refused() -> None:
         {name: value} for name, value in (("capacity", 0), ("experts", 0), ("k", -1), ("h", -1))
     )
     names = {"operator": "expert"}, {"function": "tanh"}, {"function": ""}
-    for wrong in (*sizes, *names):
+    for invalid in (*sizes, *names):
         with pytest.raises(ValueError, match="required"):
-            replace(layer(), **wrong)
+            replace(layer(), **invalid)
     with pytest.raises(NotImplementedError, match="int8"):
         layer(dtype="int8")
 

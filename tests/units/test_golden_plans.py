@@ -12,9 +12,9 @@ from ficco.plan.model import paused
 
 def test_plans_are_as_recorded() -> None:
     with paused():
-        wrong = records.differing(asks.cases())
-    if wrong:
-        pytest.fail(records.message(wrong), pytrace=False)
+        changed = records.differing(asks.cases())
+    if changed:
+        pytest.fail(records.message(changed), pytrace=False)
 
 
 def test_a_change_of_a_plan_changes_its_hash_and_is_shown() -> None:
@@ -24,8 +24,8 @@ def test_a_change_of_a_plan_changes_its_hash_and_is_shown() -> None:
     steps = (*plan.steps[:-1], step._replace(posts=step.posts[1:]))
     content, changed = canonical.text([plan]), canonical.text([replace(plan, steps=steps)])
     assert canonical.digest(content) != canonical.digest(changed)
-    before, now = records.first_difference({"text": content}, {"text": changed})
-    assert before != now and "retire" in before and "retire" in now
+    before, after = records.first_difference({"text": content}, {"text": changed})
+    assert before != after and "retire" in before and "retire" in after
 
 
 def test_names_of_fields_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,11 @@ from golden import times
 
 
 def test_simulated_times_are_as_recorded() -> None:
-    wrong = times.differences(json.loads(times.RECORD.read_text()), times.times())
-    if wrong:
-        text = "\n".join(f"  {line}" for line in wrong[:20])
+    changed = times.differences(json.loads(times.RECORD.read_text()), times.times())
+    if changed:
+        text = "\n".join(f"  {line}" for line in changed[:20])
         pytest.fail(
-            f"{len(wrong)} simulated times differ by more than {times.TOLERANCE:.0%}:\n{text}\n"
+            f"{len(changed)} simulated times differ by more than {times.TOLERANCE:.0%}:\n{text}\n"
             "if intended, record anew in tests/: python -m golden record times",
             pytrace=False,
         )

@@ -243,15 +243,15 @@ def targets(imported: Import, package: Path = PACKAGE) -> set[str]:
 def upward(package: Path = PACKAGE) -> list[str]:
     """Return imports that break the order of the layers."""
     level = {unit: i for i, units in enumerate(LAYERS) for unit in units}
-    wrong = []
+    broken = []
     for each in imports(package):
         for target in targets(each, package) - {each.unit}:
             if each.unit not in level or target not in level:
                 unknown = ({each.unit, target} - level.keys()).pop()
-                wrong.append(f"{each.where}: {unknown} has no place in LAYERS")
+                broken.append(f"{each.where}: {unknown} has no place in LAYERS")
             elif level[target] >= level[each.unit]:
-                wrong.append(f"{each.where}: {each.unit} imports {target}, which is not below it")
-    return wrong
+                broken.append(f"{each.where}: {each.unit} imports {target}, which is not below")
+    return broken
 
 
 def impure(package: Path = PACKAGE) -> list[str]:
@@ -276,7 +276,7 @@ def clients(package: Path = PACKAGE) -> list[str]:
 
 def vendor_names(package: Path = PACKAGE) -> list[str]:
     """Return vendors' names in code (names and strings, no prose) of other units."""
-    wrong = []
+    broken = []
     for path, tree in sources(package):
         unit = unit_of(path, package)
         if unit in VENDORS_ALLOWED:
@@ -295,13 +295,13 @@ def vendor_names(package: Path = PACKAGE) -> list[str]:
                 allowed = (unit, text.replace("\n", "")) in VENDOR_WORDS_ALLOWED
                 if VENDOR.search(text.lower()) and not (id(node) in prose or sentence or allowed):
                     where = f"{path.relative_to(package.parent)}:{node.lineno}"
-                    wrong.append(f"{where}: {text!r} names a vendor")
-    return wrong
+                    broken.append(f"{where}: {text!r} names a vendor")
+    return broken
 
 
 def vendor_modules(package: Path = PACKAGE) -> list[str]:
     """Return imports of a vendor's modules by units that may not name vendors."""
-    wrong = []
+    broken = []
     for each in imports(package):
         parts = each.module.split(".")
         if each.unit in VENDORS_ALLOWED or parts[:2] not in (
@@ -309,13 +309,13 @@ def vendor_modules(package: Path = PACKAGE) -> list[str]:
         ):
             continue
         if any(VENDOR_MODULE.match(name) for name in parts[2:] or each.names):
-            wrong.append(f"{each.where}: {each.unit} imports a vendor's part of the engines")
-    return wrong
+            broken.append(f"{each.where}: {each.unit} imports a vendor's part of the engines")
+    return broken
 
 
 def own_gpus(package: Path = PACKAGE) -> list[str]:
     """Return uses of PyTorch's name for GPUs instead of ``ficco.accelerator.gpu``."""
-    wrong = []
+    broken = []
     for path, tree in sources(package):
         if unit_of(path, package) in OWN_GPUS:
             continue
@@ -331,8 +331,8 @@ def own_gpus(package: Path = PACKAGE) -> list[str]:
                     continue
             if named:
                 where = f"{path.relative_to(package.parent)}:{node.lineno}"
-                wrong.append(f"{where}: required ficco.accelerator.gpu")
-    return wrong
+                broken.append(f"{where}: required ficco.accelerator.gpu")
+    return broken
 
 
 def words(node: ast.AST) -> Iterator[str]:
@@ -557,17 +557,17 @@ def figures(package: Path = PACKAGE) -> dict[str, int | tuple[int, int]]:
 
 def over_budget(measured: Mapping[str, int | tuple[int, int]]) -> list[str]:
     """Return figures above their budgets, and rooms without a budget."""
-    wrong = []
+    excesses = []
     for name, value in measured.items():
         budget = BUDGETS.get(name)
         if budget is None:
-            wrong.append(f"{name}: {value} lines and statements, and no line in BUDGETS")
+            excesses.append(f"{name}: {value} lines and statements, and no line in BUDGETS")
         elif isinstance(value, int) and isinstance(budget, int):
-            wrong += [f"{name}: {value}, budget {budget}"] * (value > budget)
+            excesses += [f"{name}: {value}, budget {budget}"] * (value > budget)
         elif isinstance(value, tuple) and isinstance(budget, tuple):
-            for unit, figure, most in zip(("lines", "statements"), value, budget, strict=True):
-                wrong += [f"{name}: {figure} {unit}, budget {most}"] * (figure > most)
-    return wrong
+            for unit, figure, limit in zip(("lines", "statements"), value, budget, strict=True):
+                excesses += [f"{name}: {figure} {unit}, budget {limit}"] * (figure > limit)
+    return excesses
 
 
 def test_nothing_is_over_budget() -> None:

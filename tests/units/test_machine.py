@@ -108,11 +108,11 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if kind is str:
         return st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=8)
     note = note or Quantity()
-    least = max(x for x in (note.least, note.above, 0.0) if x is not None)
+    lower = max(x for x in (note.least, note.above, 0.0) if x is not None)
     if kind is int:
-        return st.integers(int(least), 10**6)
-    most = 1e15 if note.most is None else note.most
-    return st.floats(least, most, exclude_min=note.above is not None, allow_subnormal=False)
+        return st.integers(int(lower), 10**6)
+    upper = 1e15 if note.most is None else note.most
+    return st.floats(lower, upper, exclude_min=note.above is not None, allow_subnormal=False)
 
 
 def blocks(kind: Any) -> st.SearchStrategy[Any]:
@@ -259,12 +259,12 @@ def test_a_file_that_is_nested_too_deep_or_cut_short_or_cannot_be_read(tmp_path:
 def test_values_that_a_file_may_hold() -> None:
     assert loads(TEXT.replace("'2026-11-21'", "2026-11-21")) == SMALL  # a date without quotes
     assert loads(replaced("ranks: 2", "ranks: 2\nmargin: 5e-2")).margin == 0.05  # without a point
-    gone = Tuned(
+    unknown = Tuned(
         "all_gather_matmul", (8, 8), 4, 4, "bfloat16", "gone:knob=1", "serial",
         (1e-3, 2e-3), (3e-3, 4e-3), MEASURED,
     )  # fmt: skip
-    assert loads(dumps(replace(SMALL, tuned=(gone,)))).tuned == (gone,)
-    text = dumps(replace(SMALL, tuned=(gone, gone))).replace("bfloat16", "int4", 1)
+    assert loads(dumps(replace(SMALL, tuned=(unknown,)))).tuned == (unknown,)
+    text = dumps(replace(SMALL, tuned=(unknown, unknown))).replace("bfloat16", "int4", 1)
     with pytest.raises(ConfigError, match=r"tuned\[0\]\.dtype: required one of bfloat16, "):
         loads(text)
 
@@ -309,9 +309,9 @@ def test_an_invalid_machine_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "link.yaml").symlink_to(path)
     save(SMALL, tmp_path / "link.yaml")
     assert (tmp_path / "link.yaml").is_symlink()
-    for bad in (float("nan"), float("inf"), -1.0, 0.0):
+    for bandwidth in (float("nan"), float("inf"), -1.0, 0.0):
         with pytest.raises(ConfigError, match="topology.bandwidth: required a quantity in B/s"):
-            save(replace(SMALL, topology=Topology("mesh", bad, MEASURED)), path)
+            save(replace(SMALL, topology=Topology("mesh", bandwidth, MEASURED)), path)
     assert load(path) == SMALL
     with pytest.raises(ConfigError, match="file: cannot be written: "):
         save(SMALL, path / "small.yaml")
@@ -406,16 +406,15 @@ def test_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_digests_are_of_facts() -> None:
     annotated = replace(SMALL.topology, provenance=Provenance("assumed", note="other"))
     integral = replace(SMALL.topology, bandwidth=int(64e9))  # equal to the float
-    renamed = replace(SMALL, topology=annotated, source="elsewhere")
-    for same in (renamed, replace(SMALL, topology=integral)):
-        assert digest(same) == digest(SMALL)
+    for same in ({"topology": annotated, "source": "elsewhere"}, {"topology": integral}):
+        assert digest(replace(SMALL, **same)) == digest(SMALL)
     assert 0 <= digest(SMALL) < 2**40
-    others: tuple[dict[str, Any], ...] = (
+    changes: tuple[dict[str, Any], ...] = (
         {}, {"ranks": 4}, {"margin": 0.03}, {"copies": None},
         {"copies": None, "kernel_copies": SMALL.copies},
         {"copies": replace(SMALL.copies, gap=3.0001e-6)},
     )  # fmt: skip
-    assert len({digest(replace(SMALL, **other)) for other in others}) == len(others)
+    assert len({digest(replace(SMALL, **change)) for change in changes}) == len(changes)
 
 
 def test_curves_are_straight_in_logarithms() -> None:
@@ -571,6 +570,6 @@ def test_the_errors_of_a_model_on_its_own_times_are_none() -> None:
 def test_a_fit_of_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="required at least one measured product"):
         fit([])
-    for wrong in (dict(m=0), *(dict(seconds=float(s)) for s in ("0", "nan", "inf"))):
+    for invalid in (dict(m=0), *(dict(seconds=float(s)) for s in ("0", "nan", "inf"))):
         with pytest.raises(ValueError, match="required sizes and seconds above 0"):
-            fit([replace(Sample(1, 1, 1, 1, 2, False, 1.0), **wrong)])
+            fit([replace(Sample(1, 1, 1, 1, 2, False, 1.0), **invalid)])

@@ -104,7 +104,7 @@ def served(problem: Problem) -> list[str]:
     return [*names, "serial:collective"]
 
 
-def of(operator: str, rows: list[int], turn: int = 1) -> Problem:
+def problem_with(operator: str, rows: list[int], turn: int = 1) -> Problem:
     """Return a problem with these rows; an all-to-all has an asymmetric table of them."""
     if not OPERATORS[operator].blocks:
         return Problem(operator, tuple(rows), 24, 32, "bfloat16")
@@ -131,7 +131,7 @@ def test_sizes_beyond_all_hosts_are_refused(
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     rows = draw(st.lists(st.integers(0, 40), min_size=1, max_size=8))
-    base = of(draw(st.sampled_from(list(OPERATORS))), rows, draw(st.integers(0, 3)))
+    base = problem_with(draw(st.sampled_from(list(OPERATORS))), rows, draw(st.integers(0, 3)))
     n, k = draw(st.sampled_from([0, 1, 9, 40])), draw(st.sampled_from([0, 1, 7, 70]))
     dtype = draw(st.sampled_from(["bfloat16", "float32"]))
     flags = (False, False) if base.kind.scatters else draw(st.tuples(st.booleans(), st.booleans()))
@@ -158,7 +158,7 @@ def test_plans_pass_the_proof(problem: Problem, data: st.DataObject, share: floa
 def test_every_schedule_serves_every_operator(operator: str) -> None:
     """Ranks have many rows, fewer rows than pieces, or no rows. Sums are rounded once unless the
     schedule accumulates in the result."""
-    problem = of(operator, [40, 0, 1, 9])
+    problem = problem_with(operator, [40, 0, 1, 9])
     for name in served(problem):
         all_plans = build(name, problem)
         check(all_plans)
@@ -777,7 +777,7 @@ def test_packed_columns_are_read_with_the_packed_sizes(packs: bool) -> None:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_collectives_move_whole_operands(operator: str) -> None:
-    all_plans = proven("serial:collective", of(operator, [3, 5, 4]))
+    all_plans = proven("serial:collective", problem_with(operator, [3, 5, 4]))
     for end in ("src", "dst"):
         less = change(is_collective, **{end: {"row_stop": lambda stop: stop - 1}})
         refused(edited(all_plans, 1, less), WHOLE)

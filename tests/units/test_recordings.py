@@ -39,7 +39,7 @@ def kind(*lanes: str) -> list[Program]:
 
 def test_the_second_use_of_operands_records_the_calls_of_all_slots() -> None:
     replays, (first, second, _) = Recorded(), kind("first", "second", "captured")
-    call, other = Call({"a": torch.ones(2, 3)}), Call({"a": torch.ones(2, 3)})
+    call, another_call = Call({"a": torch.ones(2, 3)}), Call({"a": torch.ones(2, 3)})
     assert replays.find(first, call, 1) is None and replays.attempts == 0
     assert replays.find(second, call, 1) == "second" and replays.attempts == 2
     for _ in range(2):  # all slots are recorded
@@ -47,7 +47,7 @@ def test_the_second_use_of_operands_records_the_calls_of_all_slots() -> None:
         assert replays.find(second, call, 1) == "second"
     assert replays.attempts == len(replays) == 2
     assert replays.parts == [[], []] and not call.parts  # a recording merges only its own parts
-    assert replays.find(first, other, 1) is None  # other addresses
+    assert replays.find(first, another_call, 1) is None  # other addresses
     assert replays.find(first, call, 2) is None  # another stream
 
 

@@ -93,13 +93,13 @@ NO_SCHEDULES: list[tuple[str | dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "words"), NO_SCHEDULES)
-def test_invalid_names_and_points_raise_a_precise_error(wrong: Any, words: str) -> None:
+@pytest.mark.parametrize(("invalid", "words"), NO_SCHEDULES)
+def test_invalid_names_and_points_raise_a_precise_error(invalid: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        if isinstance(wrong, str):
-            Schedule.parse(wrong)
+        if isinstance(invalid, str):
+            Schedule.parse(invalid)
         else:
-            Schedule(**({"uniform": False, "grouping": "fused", "dims": 1} | wrong))
+            Schedule(**({"uniform": False, "grouping": "fused", "dims": 1} | invalid))
 
 
 def test_knobs_are_clamped_to_the_problem() -> None:

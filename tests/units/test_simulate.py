@@ -179,9 +179,9 @@ def test_a_rank_has_no_more_copies_in_flight_than_engines() -> None:
     steps = [send(f"copy{i}", 0, i + 1, 40) for i in range(3)]
     all_plans = on_ranks(own_plan(*steps, problem=problem), *[own_plan(problem=problem)] * 3)
     copies = Copies(2, 0.0, 5.0, ((1.0, 1.0),), GIVEN)
-    few = replace(ONE, topology=Topology("mesh", 1.0, GIVEN), copies=copies)
+    machine = replace(ONE, topology=Topology("mesh", 1.0, GIVEN), copies=copies)
     # The third copy waits until the first copy and its gap end.
-    assert bars_of(simulate(all_plans, few), 0, "copy") == [(0, 45), (0, 45), (45, 90)]
+    assert bars_of(simulate(all_plans, machine), 0, "copy") == [(0, 45), (0, 45), (45, 90)]
 
 
 def test_products_and_copies_slow_each_other_down_while_both_run() -> None:
@@ -346,8 +346,8 @@ def test_more_bandwidth_is_never_slower() -> None:
             better = replace(machine, topology=wide, copies=faster[0], kernel_copies=faster[1])
             times.append(predict(problem, schedule, better))
         # Earlier data may lead to a slower order of products on several lanes.
-        most = 1.05 if schedule.compute > 1 else 1.0 + 1e-9
-        assert all(b <= a * most for a, b in pairwise(times)), (str(schedule), times)
+        tolerance = 1.05 if schedule.compute > 1 else 1.0 + 1e-9
+        assert all(b <= a * tolerance for a, b in pairwise(times)), (str(schedule), times)
 
 
 #: Names for operators that send products, and the names for all operators.

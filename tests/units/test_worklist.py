@@ -171,8 +171,8 @@ def test_early_gates_do_not_cause_another_read_of_b() -> None:
     work = Work((2048,), 5120, 2048)
     gated = replace(work, gates=quarters)
 
-    def items(of: Work) -> np.ndarray:
-        return listed(of, TILINGS[0], Cut.NONE, 132, COSTS).items
+    def items(each: Work) -> np.ndarray:
+        return listed(each, TILINGS[0], Cut.NONE, 132, COSTS).items
 
     assert np.array_equal(items(gated)[..., :8], items(work)[..., :8])
     own_first = items(replace(gated, opens=(0.0, 4e-6, 5e-6, 6e-6)))
