@@ -97,8 +97,8 @@ class InterpretedKernel(TileKernel):
             values = portable.values(a, b, out, 0) | {"table": table}
 
             def enqueue(stream: Any) -> None:
-                # The interpreter takes a tensor as a pointer. Each launch creates it: nothing may hold
-                # an engine's memory.
+                # The interpreter takes a tensor as a pointer. Each launch creates it: nothing may
+                # hold an engine's memory.
                 first = (ctypes.c_char * UNIT).from_address(values["b"])
                 pointer = torch.frombuffer(first, dtype=torch.uint8).view(dtype)
                 interpreted()[(tiles.clusters,)](**values | {"b": pointer}, **fixed)

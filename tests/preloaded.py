@@ -1,6 +1,6 @@
-"""Preparation of the server of ranks, besides imports. It reads the shipped machines for new groups,
-queries the version of AMD's compiler, and imports both series of hip-python. At the end it freezes
-all objects, so that garbage collection in its forks does not copy their pages."""
+"""Preparation of the server of ranks, besides imports. It reads the shipped machines for new
+groups, queries the version of AMD's compiler, and imports both series of hip-python. At the end it
+freezes all objects, so that garbage collection in its forks does not copy their pages."""
 
 import contextlib
 import gc
