@@ -427,7 +427,7 @@ def _serve(at: Rank, backend: str, pipe: Connection, log: str, env: Mapping[str,
         timeout=patience,
         device_id=device_id,
     )
-    # A shell that starts the tests in the background may have the signal ignored.
+    # A shell that runs tests in the background may ignore the signal in its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         try:

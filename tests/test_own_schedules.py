@@ -99,7 +99,7 @@ def test_the_schedule_of_the_page_is_exact_and_a_wrong_one_is_refused(at: Rank) 
 # Without ranks.
 
 
-def test_a_registered_name_stands_where_names_do() -> None:
+def test_a_registered_name_works_wherever_names_do() -> None:
     build.register("two-halves")(defined())
     schedule = Schedule.parse("two-halves")
     assert str(schedule) == "two-halves" and Schedule.parse(str(schedule)) == schedule
@@ -114,7 +114,7 @@ def test_a_registered_name_stands_where_names_do() -> None:
         Schedule(False, "own", 1, own="two-halves")
 
 
-def test_settings_and_points_have_names_of_their_own() -> None:
+def test_each_setting_of_a_family_has_a_name() -> None:
     """A family of schedules, one name for each setting, like the example of the page."""
 
     def grown(problem: Problem, rank: int, pieces: int) -> Plan:
@@ -127,7 +127,7 @@ def test_settings_and_points_have_names_of_their_own() -> None:
     assert [one.schedule for one in both] == ["grown-2", "grown-3"] and copies == [6, 9]
 
 
-def test_what_cannot_be_registered_or_makes_no_plan_is_refused() -> None:
+def test_bad_names_and_functions_without_a_plan_are_refused() -> None:
     right = defined()
     build.register("two-halves")(right)
     for name in ("", "a b", "a:b", "auto", "growing", "pull", "two-halves"):
@@ -142,7 +142,7 @@ def test_what_cannot_be_registered_or_makes_no_plan_is_refused() -> None:
             plan(PROBLEM, Schedule.parse(name), 0)
 
 
-def test_auto_compares_those_that_ask_for_it() -> None:
+def test_auto_compares_registered_candidates() -> None:
     machine = find("h200-4", None)
     for candidate in (False, True):
         forget()

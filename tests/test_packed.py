@@ -185,7 +185,7 @@ def test_results_and_gradients(at: Rank) -> None:
         assert double.calls == 1
 
 
-def test_where_libraries_serve() -> None:
+def test_cudnn_serves_only_large_rectangles_without_windows() -> None:
     """No CPU library serves several documents; cuDNN serves neither few rows nor windows."""
     short = packed([Rectangle(8 * i, 8 * i + 8, 8 * i, 8 * i + 8, None, 0) for i in range(4)])[0]
     q = torch.zeros(1, 2, 32, 16)

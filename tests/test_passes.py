@@ -337,7 +337,7 @@ def test_a_parallelised_model_has_its_collectives_replaced(at: Rank) -> None:
 
 @pytest.mark.slow
 @on_ranks(WORLD, timeout=150)
-def test_inductor_runs_the_pass_behind_the_users_own(at: Rank) -> None:
+def test_inductor_runs_the_pass_after_the_users_own(at: Rank) -> None:
     torch._dynamo.reset()
     from torch._inductor import config
 
@@ -505,7 +505,7 @@ FUNCTIONAL, WRITES = torch.ops._c10d_functional, "irecv may write to the operand
         ),
     ],
 )
-def test_what_is_no_collective_of_a_product_is_reported_by_name(
+def test_messages_and_other_collectives_are_reported_by_name(
     fn: Callable[..., Any], says: dict[str, str], groups: dict[int, Any]
 ) -> None:
     report = passes.replace(trace(fn, ONES, groups[2]))
@@ -540,7 +540,7 @@ def test_every_functional_collective_of_this_pytorch_has_a_row() -> None:
     assert names and names <= {*COLLECTIVES, *OTHER_FORMS}
 
 
-def test_groups_decide(groups: dict[int, Any]) -> None:
+def test_replacement_depends_on_the_group(groups: dict[int, Any]) -> None:
     def nowhere(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
         y = torch.ops._c10d_functional.all_reduce(x @ w, "sum", "nowhere")
         return funcol.wait_tensor(y)

@@ -57,7 +57,7 @@ def test_plans_are_proven(operator: str) -> None:
                 assert (buffer.layout == "transposed") == transposed, buffer
 
 
-def test_what_lies_transposed_is_refused_where_it_is_not_served() -> None:
+def test_transposed_rows_are_refused_where_not_served() -> None:
     problem = problem_of(OPERATORS[0], [4, 4])
     for name in ("serial:collective", "growing:pull", "tiled", "growing:kernel"):
         with pytest.raises(ValueError, match="rows that lie as columns|tiled"):
@@ -68,7 +68,7 @@ def test_what_lies_transposed_is_refused_where_it_is_not_served() -> None:
         Problem("all_gather_matmul", (4, 4), 4, 4, "float32", transposed=True)
 
 
-def test_auto_takes_what_serves_them() -> None:
+def test_auto_takes_schedules_that_serve_projections() -> None:
     machine = find("h200-4", None)
     for operator in OPERATORS:
         problem = problem_of(operator, [1536] * 4)
@@ -86,7 +86,7 @@ def test_auto_takes_what_serves_them() -> None:
 
 
 @on_ranks(2)
-def test_what_arrives_lies_as_it_is_read(at: Rank) -> None:
+def test_results_arrive_in_the_layout_of_their_reader(at: Rank) -> None:
     """Queries, keys and values arrive in one tensor [S, batch, heads, size], which is not copied to
     another layout. ``ulysses_output`` reads a tensor of this layout in place."""
     project, (_, weight) = operands(at, batch=2)
@@ -105,7 +105,7 @@ def test_what_arrives_lies_as_it_is_read(at: Rank) -> None:
 
 
 @on_ranks(2)
-def test_operands_that_lie_transposed_are_copied(at: Rank) -> None:
+def test_transposed_operands_are_copied(at: Rank) -> None:
     case = Case((4,) * 2, (4, 1, 4, 2, 4, 12), layout="transposed")
     for name in ("ulysses_project", "ulysses_output"):
         needs = (True,) * len(SUBJECTS[name].operands)

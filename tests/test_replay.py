@@ -304,7 +304,7 @@ def test_a_signal_that_never_comes_is_named(at: Rank) -> None:
     assert error.fields["peer"] == 2 and "shard-overlap" in error.text
 
 
-def test_rows_that_are_not_brought_show() -> None:
+def test_missing_rows_change_the_result() -> None:
     problem = problem_of("all_gather_matmul", 3)
     with played(0, 3) as (group, workspace):
         operands = operands_of(problem, 0)
@@ -314,7 +314,7 @@ def test_rows_that_are_not_brought_show() -> None:
         assert not torch.equal(run(), operands.reference())
 
 
-def test_arrivals_are_those_of_the_link() -> None:
+def test_arrivals_follow_the_link() -> None:
     problem = problem_of("all_gather_matmul", 3)
     machine = link(flat(1e12, 1.0, 1e12, ranks=3), 1e-6, 2e6)  # 1000 bytes a second, 2 s
     shard = 8 * 16 * 4 / 1e3
@@ -332,7 +332,7 @@ def test_arrivals_are_those_of_the_link() -> None:
     assert received_s(problem, mesh, 0) == pytest.approx(2 + shard)
 
 
-def test_what_needs_peers_is_refused() -> None:
+def test_schedules_that_need_peers_are_refused() -> None:
     problem = problem_of("matmul_reduce_scatter", 2)
     for schedule in ("serial:kernel", "serial:collective", "one-shot"):
         with played(0, 2) as (group, _):

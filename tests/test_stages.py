@@ -173,7 +173,7 @@ def tiled(problem: Problem, name: str = "tiled") -> Plans:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_tiles_wait_for_the_rows_that_a_plan_says(world: int) -> None:
+def test_tiles_wait_for_the_rows_of_their_plan(world: int) -> None:
     """A launch's work gates and announces the same rows as the parts of its step."""
     for problem in (gathered(ROWS[world]), summed(ROWS[world])):
         for plan in (p for name in TILED for p in tiled(replace(problem, n=16), name)):
@@ -192,12 +192,12 @@ def test_tiles_wait_for_the_rows_that_a_plan_says(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", ROWS)
-def test_they_are_proven(world: int) -> None:
+def test_chained_plans_are_proven(world: int) -> None:
     for names in CHAINS:
         check(chained(Sizes(ROWS[world]), *names))
 
 
-def test_they_are_simulated_and_drawn() -> None:
+def test_chained_plans_are_simulated_and_rendered() -> None:
     """A block of the result leaves before the last rows of A arrive."""
     plans = chained(Sizes((4096,) * 4, 4096, 4096, 4096), "shard-overlap", "shard-overlap")
     bars = simulate(plans, find("h200-4", None)).ranks[0]
@@ -262,15 +262,15 @@ BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
     "scales": {
         "none": (change(multiplies, factors=()), UNSCALED),
         "not sent": (idle("scale"), f"never waited|{UNWRITTEN}|holds"),
-        "of columns that are not there": (
+        "of missing columns": (
             change(multiplies, factors=lambda both: (both[0], down(1)(both[1]))),
             UNFIT,
         ),
-        "rows of b that are not there": (
+        "missing rows of b": (
             change(awaits_data, b=in_rows(0, 33), a={"col_stop": 33}),
             "leaves the buffer",
         ),
-        "sums of what was rounded": (change(awaits_data, accumulate=True), "has been rounded"),
+        "sums of rounded values": (change(awaits_data, accumulate=True), "has been rounded"),
         "a bias": (change(multiplies, bias=Region("b", 1, 0, 1, 0, 16)), UNBIASED),
     },
     "one factor": {
@@ -324,7 +324,7 @@ def test_wrong_announcements_are_caught(name: str) -> None:
 
 
 @pytest.mark.parametrize(("first", "words"), [(2, ""), (0, "another block")])
-def test_rows_of_b_have_the_numbers_with_which_they_land(first: int, words: str) -> None:
+def test_rows_of_b_are_numbered_by_their_destination(first: int, words: str) -> None:
     a, b = (Buffer(x, x.upper(), "float32", ((4, 4),), "operand") for x in "ab")
     b = b._replace(shapes=((6, 3),), leaves=True)
     out = Buffer("out", "C", "float32", ((4, 3),), "result")
@@ -357,7 +357,7 @@ def test_parts_of_batches_are_refused_by_name() -> None:
         in_parts(plan)
 
 
-def test_what_a_reader_of_plans_does_not_know_is_refused_by_name() -> None:
+def test_readers_of_plans_refuse_unknown_steps_by_name() -> None:
     (plan, *_) = tiled(gathered((16,)), "shard-overlap")
     divine: Any = type("Divine", (), {})()
     strange = replace(plan, steps=(Step(divine, "compute0", "new"),))
@@ -424,5 +424,5 @@ def exact(at: Rank, rows: tuple[int, ...]) -> None:
 
 
 @ranks(1, 2, 3)
-def test_they_are_exact(world: int) -> None:
+def test_chained_plans_are_exact(world: int) -> None:
     run(world, exact, ROWS[world])

@@ -126,7 +126,7 @@ def test_a_two_shot_by_columns_stores_contiguous_rows(at: Rank) -> None:
 
 @on_ranks(3)
 def test_blocks_of_the_caller(at: Rank) -> None:
-    """The caller polls the words, as its kernels would."""
+    """The caller polls the words in place of its kernels."""
     case = equal(3, 16, 16, 8)
     words: set[int] = set()
     for iteration in range(12):

@@ -65,7 +65,7 @@ def machine(tiled: Gemm | None = None, **copies: float) -> Machine:
 
 
 def ran(problem: Problem, name: str, on: Machine) -> tuple[Plan, Step, Simulation, float]:
-    """The plan of rank 0, its product, the simulation, and when the product ends."""
+    """The plan of rank 0, its product, the simulation, and the end of the product in seconds."""
     all_plans = plans(problem, Schedule.parse(name))
     (product,) = (step for step in all_plans[0].steps if not step.whole)
     simulation = Simulation(all_plans, on, "queued")
@@ -111,7 +111,7 @@ def test_rows_are_announced_after_whole_waves() -> None:
     assert end == pytest.approx(800e-6)
 
 
-def test_rows_that_come_late_take_a_product_of_their_own() -> None:
+def test_late_rows_take_a_separate_product() -> None:
     """A lower bound: idle processors cannot do more than their own tiles."""
     problem = problem_of_sizes("all_gather_matmul", 2048, 256, 4096, "bfloat16", 4)
     _, step, simulation, end = ran(problem, "tiled", machine(SIMPLE))
@@ -143,7 +143,7 @@ def test_few_rows_for_a_peer_are_left_to_the_library(name: str, pieces: int) -> 
             assert served == (rows == least * TILED_ROWS)
 
 
-def test_it_is_taken_where_it_gains_a_margin() -> None:
+def test_auto_takes_tiled_where_it_gains_a_margin() -> None:
     enough = 1.0 / (1 + TIE + TILED_MARGIN + 1e-6)
     for tiled, taken in ((enough, "tiled"), (0.98, "growing"), (1.0, "growing")):
         predicted = [of("serial", 2.0), of("growing", 1.0), of("tiled", tiled)]
@@ -168,7 +168,7 @@ def test_the_reason_says_what_its_tiles_do(operator: str) -> None:
     assert f"times as fast as products of the library ({library})" in decision.reason
 
 
-def test_what_the_engine_refuses_is_passed_over() -> None:
+def test_schedules_that_the_engine_refuses_are_skipped() -> None:
     """For example a tuned entry of another card, or more pieces than a launch can wait for."""
     problem = problem_of_sizes("all_gather_matmul", 8192, 3584, 4096, "bfloat16", 4)
     decision = decide(problem, machine=machine())

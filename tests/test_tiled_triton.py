@@ -281,7 +281,7 @@ def test_parts_are_added_in_one_order() -> None:
     assert tiles.slots == 4 and all(torch.equal(results[0], other) for other in results)
 
 
-def test_operands_that_cannot_be_addressed() -> None:
+def test_unaligned_operands_are_copied_or_refused() -> None:
     """Rows that begin between multiples of 16 bytes are copied, or refused if they wait."""
     call = interpreted(tiles_of(Work((33,), 40, 72), Cut.NONE, 2))
     call.a = [torch.empty(33, 75, dtype=call.dtype)[:, 1:73].copy_(call.a[0])]
@@ -293,7 +293,7 @@ def test_operands_that_cannot_be_addressed() -> None:
         gated.launch()
 
 
-def test_what_is_not_served() -> None:
+def test_unserved_products_have_a_reason() -> None:
     products = HostProducts()
     assert products.serves(TileTypes.of(torch.bfloat16), MOST_PRODUCTS, 8, 8) == ""
     assert "bfloat16 or float16" in products.serves(TileTypes.of(torch.float32), 1, 8, 8)
@@ -301,7 +301,7 @@ def test_what_is_not_served() -> None:
     assert "multiples of 8" in products.serves(TileTypes.of(torch.float16), 1, 12, 8)
 
 
-def test_who_lacks_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lacking(Target("hip", "gfx942:sramecc+:xnack-")) == ""
     assert "needs gfx942 (MI300X), not gfx90a" in lacking(Target("hip", "gfx90a"))
     monkeypatch.setitem(sys.modules, "triton", None)

@@ -28,7 +28,7 @@ def runs(name: str, problem: Problem = PROBLEM, batched: float = 0) -> list[tupl
     return [tuple(rank_plan.steps[i].label for i in run) for run in joined]
 
 
-def test_one_piece_for_every_peer_goes_at_once() -> None:
+def test_one_piece_for_each_peer_is_one_launch() -> None:
     assert runs("serial:kernel") == [("1.0>0", "1.0>3", "1.0>2", "a>staging")]
     assert runs("growing:kernel") == [("1.0>0", "1.0>3", "1.0>2")]
     pieces = [tuple(f"1.{piece}>{peer}" for peer in (0, 3, 2)) for piece in (0, 1)]
@@ -47,7 +47,7 @@ def test_one_piece_for_every_peer_goes_at_once() -> None:
         assert [len(run) for run in runs("serial:kernel", problem)] == [3]
 
 
-def test_what_does_not_go_together() -> None:
+def test_copies_that_are_not_joined() -> None:
     assert runs("serial") == runs("growing") == runs("serial:collective") == []
     assert runs("serial:kernel,copy=3") == []  # a lane for each peer
     assert runs("serial:kernel,pull") == []  # each waits for the peer whose shard it is
@@ -59,7 +59,7 @@ def test_what_does_not_go_together() -> None:
     assert max(map(len, runs(same)), default=0) <= 2
 
 
-def test_copies_by_engines_go_together_up_to_a_size() -> None:
+def test_copies_by_engines_are_joined_up_to_a_size() -> None:
     """Blocks of 16 rows of 64 bytes, or less, to different peers."""
     pieces = [tuple(f"1.{piece}>{peer}" for peer in (0, 3, 2)) for piece in (0, 1)]
     assert runs("hetero-fused-1d:pieces=2", batched=512) == pieces
@@ -71,7 +71,7 @@ def test_copies_by_engines_go_together_up_to_a_size() -> None:
     assert runs("growing:kernel", batched=1e9) == runs("growing:kernel")
 
 
-def test_copies_that_depend_on_their_order_stay_apart() -> None:
+def test_copies_that_depend_on_their_order_are_not_joined() -> None:
     def joined(*ends: tuple[str, int, int], lane: str = "copy0") -> bool:
         """Whether two copies on rank 0 are one run. An end: buffer, rank and first row."""
         one, to_one, two, to_two = (Region(name, r, row, row + 4, 0, 1) for name, r, row in ends)
@@ -115,7 +115,7 @@ def test_every_step_once_and_in_order(problem: Problem) -> None:
                 assert all(set(s.after) <= set(steps[0].after) for s in steps)
 
 
-def test_what_goes_together_is_enqueued_once_and_posted_behind_it() -> None:
+def test_joined_copies_are_enqueued_once_and_posted_afterwards() -> None:
     rank_plan = plan(PROBLEM, Schedule.parse("growing:kernel"), 1)
     (run,) = (run for run in together(rank_plan) if len(run) > 1)
     engine = mock.MagicMock()
@@ -157,7 +157,7 @@ def three_sends(mover: str = "kernel") -> list[Plan]:
     return all_plans
 
 
-def test_copies_that_go_together_are_predicted_as_one() -> None:
+def test_joined_copies_are_predicted_as_one() -> None:
     kernel = Copies(8, 3.0, 5.0, ((8.0, 1.0), (24.0, 2.0)), GIVEN)
     machine = replace(ONE, kernel_copies=kernel, topology=replace(ONE.topology, bandwidth=9.0))
     joined = simulate(three_sends(), machine)

@@ -103,7 +103,7 @@ def test_wrong_plans_are_found(kind: tuple[bool, str], edit: Edit, words: str) -
     refuted(heads_plans(problem, Schedule.parse("uniform-fused-1d:pieces=2")), edit, words)
 
 
-def test_choice() -> None:
+def test_auto_takes_a_schedule_that_gains_the_margin() -> None:
     machine = find("h200-4", None)
     assert machine is not None and machine.gemm
     attention = AttentionProblem(4, 4096, 1, 32, 8, 128, "bfloat16", causal=True)
@@ -130,7 +130,7 @@ def test_choice() -> None:
 # Calls on CPUs.
 
 
-def test_heads_laid_out_as_they_travel_are_not_copied() -> None:
+def test_heads_in_the_layout_of_their_copies_are_not_copied() -> None:
     plain, interleaved = torch.zeros(1, 4, 8, 16), torch.zeros(1, 8, 4, 16).transpose(1, 2)
     several = torch.zeros(4, 8, 2, 16).permute(2, 0, 1, 3)
     part, sparse = torch.zeros(1, 9, 8, 16)[:, 2:6], torch.zeros(1, 4, 8, 32)[..., ::2]

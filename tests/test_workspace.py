@@ -131,7 +131,7 @@ def _on_failing(error: FiccoError | None) -> tuple[Workspace, list[str]]:
     return workspace_on(engine, *slots, board=board, watchdog=stop, **more), engine.did
 
 
-def test_what_cannot_be_given_back_keeps_nothing_else() -> None:
+def test_a_failed_release_does_not_stop_the_others() -> None:
     workspace, did = _on_failing(FiccoError("broken off"))
     with pytest.raises(FiccoError, match="release failed"):
         workspace.close()
@@ -141,7 +141,7 @@ def test_what_cannot_be_given_back_keeps_nothing_else() -> None:
     assert len(did) == 8
 
 
-def test_a_group_that_cannot_be_closed_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_cannot_close_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [_on_failing(None) for _ in range(2)]
     by_number = {number: workspace for number, (workspace, _) in enumerate(both)}
     monkeypatch.setattr(workspaces, "_workspaces", by_number)
@@ -332,7 +332,7 @@ def test_ranks_that_ask_for_memory_in_another_order_or_shape_are_told(at: Rank) 
 
 @on_ranks(2)
 def test_memory_is_on_the_gpu_of_a_group_with_nccl(at: Rank) -> None:
-    """With NCCL in the group's backends the memory is on a GPU, which this machine refuses."""
+    """With NCCL in the group's backends memory is on a GPU, which the ranks of this test lack."""
     for config in ("cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo", "cpu:gloo,cuda:gloo"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "get_backend_config", lambda group, config=config: config)
