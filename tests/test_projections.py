@@ -77,7 +77,7 @@ def test_auto_takes_schedules_that_serve_projections() -> None:
                 decision = ficco.heuristics.decide(problem, machine=described, mode=mode)
                 assert decision.schedule.mover == "dma" and not decision.schedule.pull
         explained = ficco.heuristics.decide(problem, machine=machine).candidates
-        assert len(explained) > 5 and all(0 < one.share <= 1 for one in explained)
+        assert len(explained) > 5 and all(0 < candidate.share <= 1 for candidate in explained)
         for candidate in explained:
             plans(problem, Schedule.parse(candidate.schedule))
 
@@ -92,9 +92,9 @@ def test_results_arrive_in_the_layout_of_their_reader(at: Rank) -> None:
     project, (_, weight) = operands(at, batch=2)
     arrived = ficco.ulysses_project(*project, size=4)
     storage = arrived[0].untyped_storage()
-    for one in arrived:  # two heads of queries, one of keys and one of values
-        assert one.stride() == (16, 4, 32, 1)
-        assert one.untyped_storage().data_ptr() == storage.data_ptr()
+    for tensor in arrived:  # two heads of queries, one of keys and one of values
+        assert tensor.stride() == (16, 4, 32, 1)
+        assert tensor.untyped_storage().data_ptr() == storage.data_ptr()
     assert storage.nbytes() == 8 * 32 * 8
     out = torch.randn(8, 2, 2, 4, dtype=torch.float64).permute(1, 2, 0, 3).requires_grad_()
     y = ficco.ulysses_output(out, weight.requires_grad_())
@@ -163,8 +163,8 @@ def test_layers(at: Rank) -> None:
     """Results and gradients of all parameters, compared with PyTorch's: float64 sums are in another
     order, so they differ by rounding."""
     sizes = [(own * at.world, kv) for own, kv in ((4, 4), (4, 2), (4, 1), (8, 2), (3, 3))]
-    for turn, (heads, kv_heads) in enumerate(one for one in sizes if one[0] % one[1] == 0):
-        torch.manual_seed(turn)  # alike on all ranks
+    for turn, (heads, kv_heads) in enumerate(pair for pair in sizes if pair[0] % pair[1] == 0):
+        torch.manual_seed(turn)  # the same on all ranks
         how: dict[str, Any] = {"bias": turn % 2 > 0, "device": at.device, "dtype": torch.float64}
         layer = ficco.nn.UlyssesAttention(32, heads, kv_heads, size=16, causal=True, **how)
         if turn % 4 == 1:  # the biases of Whisper's attention
@@ -175,15 +175,15 @@ def test_layers(at: Rank) -> None:
         x = whole.detach().chunk(at.world, 1)[at.rank].requires_grad_()
         y, parameters = layer(x, rotated), [*layer.parameters()]
         grad_x, *grads = torch.autograd.grad(y, [x, *parameters], grad.chunk(at.world, 1)[at.rank])
-        q, k, v = (by_heads(one(whole), 16) for one in (layer.q_proj, layer.k_proj, layer.v_proj))
+        q, k, v = (by_heads(proj(whole), 16) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
         out = scaled_dot_product_attention(*rotated(q, k), v, is_causal=True, enable_gqa=True)
         want = layer.o_proj(out.transpose(1, 2).flatten(2))
         grad_whole, *expected = torch.autograd.grad(want, [whole, *parameters], grad)
         for one, other in ((y, want), (grad_x, grad_whole)):
             torch.testing.assert_close(one, other.chunk(at.world, 1)[at.rank], rtol=0, atol=1e-12)
-        for one, other in zip(grads, expected, strict=True):
-            torch.distributed.all_reduce(one)  # as data parallelism does
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        for total, right in zip(grads, expected, strict=True):
+            torch.distributed.all_reduce(total)  # as data parallelism does
+            torch.testing.assert_close(total, right, rtol=0, atol=1e-12)
 
 
 # Errors.
@@ -228,13 +228,13 @@ def _refused(at: Rank) -> list[Any]:
 
 
 def test_bad_input_says_what_to_do() -> None:
-    one, other = run(2, _refused)
-    for failure in one:
-        assert isinstance(failure, Failure), one
+    first, second = run(2, _refused)
+    for failure in first:
+        assert isinstance(failure, Failure), first
         assert failure.type in ("ValueError", "NotImplementedError", "InvalidArgument"), failure
         assert "required" in failure.text or "not served" in failure.text, failure.text
-    assert [failure.text for failure in one] == [failure.text for failure in other]
-    for failure, (_, text) in zip(one[-len(NO_LAYERS) :], NO_LAYERS, strict=True):
+    assert [failure.text for failure in first] == [failure.text for failure in second]
+    for failure, (_, text) in zip(first[-len(NO_LAYERS) :], NO_LAYERS, strict=True):
         assert failure.type == "ValueError" and failure.text.startswith(text), failure
 
 

@@ -296,7 +296,7 @@ def test_calls_take_turns_on_slots_that_are_handed_on() -> None:
 def test_a_signal_that_never_comes_is_named(at: Rank) -> None:
     thread_driver.serve()
     problem, original = problem_of("all_gather_matmul", 3), replay.arrivals
-    replay.arrivals = lambda *args: [one for one in original(*args) if one.signal.poster != 2]
+    replay.arrivals = lambda *args: [a for a in original(*args) if a.signal.poster != 2]
     with played(0, 3) as (group, _), ficco.options(timeout_s=0.5):
         run = caller(operands_of(problem, 0), group, "shard-overlap")
         error = ranks.caught(lambda: (run(), run()))

@@ -85,7 +85,7 @@ def test_products_take_as_long_as_their_lists_say(operator: str) -> None:
         work = replace(work_of(plan, step), opens=opens)
         off.append(end / best(work, RATES, PROCESSORS, True).seconds - 1)
     assert median(map(abs, off)) < 0.03, off
-    assert sum(abs(one) < 0.1 for one in off) >= 12 and max(map(abs, off)) < 0.25, off
+    assert sum(abs(error) < 0.1 for error in off) >= 12 and max(map(abs, off)) < 0.25, off
 
 
 #: Tiles of 128 x 256 take 100 us; all other costs are zero.
@@ -106,7 +106,7 @@ def test_rows_are_announced_after_whole_waves() -> None:
     """66 tiles in a row: a wave is two rows of tiles, and a piece is one. The own rows are last."""
     problem = problem_of_sizes("matmul_reduce_scatter", 2048, 66 * 256, 4096, "bfloat16", 4)
     _, step, simulation, end = ran(problem, "tiled:pieces=4", machine(SIMPLE))
-    announced = [simulation.known[one.waiter, one.word] * 1e6 for one in step.announces]
+    announced = [simulation.known[s.waiter, s.word] * 1e6 for s in step.announces]
     assert announced == pytest.approx([*(100.0 * (1 + number // 2) for number in range(12)), 800.0])
     assert end == pytest.approx(800e-6)
 

@@ -120,8 +120,8 @@ def test_auto_takes_a_schedule_that_gains_the_margin() -> None:
         all_plans, usual = heads_plans(problem, decision.schedule), machine.attends(machine.gemm)
         slower = replace(usual, shares=((64, 0.9), (128, 0.45)))
         unmeasured, same, later = (
-            simulate(all_plans, replace(machine, attention=one)).stop_s
-            for one in (machine.attention, usual, slower)
+            simulate(all_plans, replace(machine, attention=rates)).stop_s
+            for rates in (machine.attention, usual, slower)
         )
         assert unmeasured == same < later
     assert str(decide(problem).schedule) == "serial"
