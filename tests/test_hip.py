@@ -137,15 +137,15 @@ def test_jittered(at: Rank) -> None:
     Eight calls are enqueued before a rank waits for them. In every other batch they share one slot,
     so each call begins while its predecessor is releasing the slot.
     """
-    choice, count, together = random.Random(8), 96, 8
+    choice, count, batch = random.Random(8), 96, 8
     schedules = choice.sample(COPIED, count)
     exact(at, equal(3, 8, 8, 8, schedule="growing"), 0)
     engine().work.waits = False
     double().double_jitter(200)
-    for first in range(0, count, together):
+    for first in range(0, count, batch):
         in_flight = []
-        cap = 1 << 16 if first // together % 2 else None
-        for iteration in range(first, first + together):
+        cap = 1 << 16 if first // batch % 2 else None
+        for iteration in range(first, first + batch):
             case = Case(
                 tuple(choice.randrange(12) for _ in range(3)),
                 choice.choice((1, 7, 16, 40)),
@@ -393,7 +393,7 @@ REQUESTED = (
     Way("events=write", "hipStreamWriteValue32", {"copy": "after a stream write"}),
 )
 #: Settings that take features from the double, and the ways that are left.
-LEFT: tuple[tuple[dict[str, int], tuple[Way, ...]], ...] = (
+LACKS: tuple[tuple[dict[str, int], tuple[Way, ...]], ...] = (
     ({"PEER_WRITE": 0}, (Way("", WAIT, {"post": "4-byte copy"}),)),
     (
         {"SIGNAL_IPC": 0, "WAIT_ANY": 1},
@@ -427,7 +427,7 @@ def test_ways_that_are_requested() -> None:
     pooled(3, compiling, _by, REQUESTED, series="10")
 
 
-@pytest.mark.parametrize(("settings", "ways"), LEFT, ids=["-".join(lacks) for lacks, _ in LEFT])
+@pytest.mark.parametrize(("settings", "ways"), LACKS, ids=["-".join(lacks) for lacks, _ in LACKS])
 def test_ways_of_signals(settings: dict[str, int], ways: Sequence[Way]) -> None:
     """Ways of signals and of columns on a machine that lacks a feature."""
     series = SERIES["WAIT" in settings]
@@ -675,7 +675,7 @@ def test_errors_of_closing() -> None:
 
 
 def _all_calls(at: Rank) -> list[str]:
-    """HIP functions that the ways of FICCO_HIP call in total."""
+    """HIP functions that any way of FICCO_HIP calls."""
     for ways in ("", BY_PEER, BY_NOCU, BY_KERNEL, "events=write"):
         with asking(ways):
             for schedule in ("growing:pull", "hetero-fused-2d", "serial", "growing:kernel"):

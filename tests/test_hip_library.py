@@ -202,10 +202,10 @@ def test_sums_by_the_kernel(series: str) -> None:
         for operator in operators.SUMS
         for i, schedule in enumerate(operators.schedules_of(operator)[SERIES.index(series) :: 8])
         for kind, n, dtype in (
-            ("ragged", 5, SUMMED[i % 3]),  # rows of no whole vectors
+            ("ragged", 5, SUMMED[i % 3]),  # rows that are not whole vectors
             ("equal" if i % 4 else "ragged", 16, SUMMED[i % 2]),
         )
-        if "kernel" not in schedule and "two-shot" not in schedule  # copies by kernel
+        if "kernel" not in schedule and "two-shot" not in schedule  # schedules that copy by kernel
     ]
     for (launched, hosted), (zero, total) in pooled(3, compiling, _summed, cases, series=series):
         assert zero == 0 and launched == total - hosted > len(cases) / 2

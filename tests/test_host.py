@@ -44,7 +44,7 @@ def test_names_in_the_store_can_be_used_again(at: Rank) -> None:
     share(64, purpose="leftover").barrier(10.0)
 
 
-def held() -> tuple[int, int]:
+def open_and_mapped() -> tuple[int, int]:
     """Numbers of descriptors and mappings of this process with the purpose "leak"."""
     names = []
     for fd in os.listdir("/proc/self/fd"):
@@ -56,16 +56,16 @@ def held() -> tuple[int, int]:
 
 
 @on_ranks(2)
-def test_nothing_is_left_behind(at: Rank) -> None:
+def test_memory_is_released(at: Rank) -> None:
     memory = share(purpose="leak")
-    assert held()[1] == at.world
+    assert open_and_mapped()[1] == at.world
     memory.close()
     gc.collect()
-    assert held() == (0, 0)
+    assert open_and_mapped() == (0, 0)
     for _ in range(3):
         caught(lambda: share(0 if at.rank else 8, purpose="leak"))
     gc.collect()
-    assert held() == (0, 0)
+    assert open_and_mapped() == (0, 0)
     dist.barrier()
 
 

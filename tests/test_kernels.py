@@ -211,14 +211,14 @@ def test_amd_exchange_is_ordered(amd: Assembly) -> None:
     has waited for is read after an acquire."""
     for name in EXCHANGES:
         kernel = amd.kernel(name)
-        begun, meet = kernel.at(amd.meet)
+        started, meet = kernel.at(amd.meet)
         stores = kernel.at("global_store_(dwordx4|byte)")
-        assert begun < min(stores) and kernel.at(DONE, max(s for s in stores if s < meet), meet)
+        assert started < min(stores) and kernel.at(DONE, max(s for s in stores if s < meet), meet)
         posted, copied, cleared = kernel.at(amd.back)
         (counted,) = kernel.at("global_atomic_add")
-        assert posted < begun < meet < copied < counted < cleared
+        assert posted < started < meet < copied < counted < cleared
         assert kernel.at(DONE, copied, counted)
-        for first, end in ((0, begun), (counted, None)):
+        for first, end in ((0, started), (counted, None)):
             assert max(kernel.at(amd.poll, first, end)) < max(kernel.at(amd.drop, first, end))
 
 
@@ -229,8 +229,8 @@ def test_amd_one_shot_sum_follows_its_waits(amd: Assembly) -> None:
         kernel = amd.kernel(name)
         meet, through = kernel.at(amd.meet)
         loads = kernel.at(amd.load)
-        together = [at for at in loads if at < loads[0] + 200][:8]
-        assert not kernel.at(LOADED, together[0], together[-1]), name
+        in_flight = [at for at in loads if at < loads[0] + 200][:8]
+        assert not kernel.at(LOADED, in_flight[0], in_flight[-1]), name
         assert meet < min(loads) and max(loads) < through and kernel.at(amd.store)
         polls, dropped = kernel.at(amd.poll, 0, meet), kernel.at(amd.drop, 0, meet)
         assert polls and min(polls) < min(dropped) and max(polls) < max(dropped)
@@ -243,15 +243,15 @@ def test_two_shot_is_ordered(assembly: Assembly) -> None:
     load, store, back, word = assembly.load, assembly.store, assembly.back, assembly.word
     for name in TWO_SHOTS:
         kernel = assembly.kernel(name)
-        begun, summed, heard, over = kernel.at(assembly.meet)
-        assert begun < min(kernel.at(load)) and max(kernel.at(store)) < over
-        assert kernel.at(store, begun, summed) and not kernel.at(store, summed, heard)
+        started, summed, polled, ended = kernel.at(assembly.meet)
+        assert started < min(kernel.at(load)) and max(kernel.at(store)) < ended
+        assert kernel.at(store, started, summed) and not kernel.at(store, summed, polled)
         (released,), (poll,) = (
-            kernel.at(pattern, summed, heard) for pattern in (back, assembly.poll)
+            kernel.at(pattern, summed, polled) for pattern in (back, assembly.poll)
         )
-        (post,), (_,) = kernel.at(word, summed, heard), kernel.at(word, heard, over)
-        assert released < post < poll and kernel.at(load, heard, over)
-        assert kernel.at(assembly.drop, poll, heard)
+        (post,), (_,) = kernel.at(word, summed, polled), kernel.at(word, polled, ended)
+        assert released < post < poll and kernel.at(load, polled, ended)
+        assert kernel.at(assembly.drop, poll, polled)
         assert not assembly.amd or kernel.at(DONE, released, post)
 
 
@@ -385,7 +385,7 @@ class HostBinding:
         has_barriers = any(name in kernel.__name__ for name in ("cast", "route"))
         for block in range(blocks):
             if has_barriers:
-                self.together(block, threads, (kernel, arguments))
+                self.concurrently(block, threads, (kernel, arguments))
             else:
                 self.in_turn(block, threads, kernel, arguments)
 
@@ -394,7 +394,7 @@ class HostBinding:
             self.library.become(block, thread)
             kernel(*arguments.arguments)
 
-    def together(self, block: int, threads: int, *work: tuple[Any, Any]) -> None:
+    def concurrently(self, block: int, threads: int, *work: tuple[Any, Any]) -> None:
         """Run the threads of a block of kernels concurrently, since they share barriers."""
 
         def run(thread: int, kernel: Any, arguments: Any) -> None:
@@ -473,18 +473,18 @@ class Area(NamedTuple):
     ends: tuple[tuple[int, int], ...]
 
 
-def in_places(shape: tuple[int, ...], places: int, apart: int = 0, device: str = "cpu") -> Area:
+def in_places(shape: tuple[int, ...], places: int, gap: int = 0, device: str = "cpu") -> Area:
     """Rectangles of random bytes. The distance of the destinations exceeds the distance of the
-    sources by ``apart``."""
+    sources by ``gap``."""
     to, dst_pitch, at, src_pitch, width, height = shape
     dst_size, src_size = (
         (max(1, height) * max(width, pitch) + 31) // 16 * 16 for pitch in (dst_pitch, src_pitch)
     )
-    dst = area(to + places * (dst_size + apart), 1, device)
+    dst = area(to + places * (dst_size + gap), 1, device)
     src = area(at + places * src_size, 2, device)
     expected, ends = dst.clone(), []
     for place in range(places):
-        first, begin = to + place * (dst_size + apart), at + place * src_size
+        first, begin = to + place * (dst_size + gap), at + place * src_size
         for row in range(height):
             expected[first + row * dst_pitch :][:width] = src[begin + row * src_pitch :][:width]
         ends.append((dst.data_ptr() + first, src.data_ptr() + begin))
@@ -525,15 +525,15 @@ def test_copies_use_at_most_the_requested_blocks(on_host: Kernels) -> None:
 
 @pytest.mark.parametrize("peers", [1, 2, 3, launch.MAX_ENDS, launch.MAX_ENDS + 1])
 @pytest.mark.parametrize(
-    ("src_pitch", "apart", "alike"),
+    ("src_pitch", "gap", "alike"),
     [(224, 0, True), (200, 1, True), (224, 1, False)],
     ids=["aligned", "shifted", "mixed"],
 )
 def test_copies_to_several_places(
-    on_host: Kernels, peers: int, src_pitch: int, apart: int, alike: bool
+    on_host: Kernels, peers: int, src_pitch: int, gap: int, alike: bool
 ) -> None:
     """One launch, if its kernel fits all copies, with separate blocks for each destination."""
-    areas = in_places((0, 224, 0, src_pitch, 200, 9), peers, apart)
+    areas = in_places((0, 224, 0, src_pitch, 200, 9), peers, gap)
     launches = on_host.binding.launches
     launches.clear()
     on_host.copies(areas.ends, (224, src_pitch, 200, 9), None, 2)
@@ -581,13 +581,13 @@ def answered(
     thread.join()
 
 
-@pytest.mark.parametrize("apart", [0, 1])
-def test_signals_follow_all_copies(on_host: Kernels, apart: int) -> None:
+@pytest.mark.parametrize("gap", [0, 1])
+def test_signals_follow_all_copies(on_host: Kernels, gap: int) -> None:
     """The order of the blocks does not matter. The word that counts the blocks is 0 afterwards."""
-    areas, words = in_places(ROWS, 3, apart), torch.zeros(16, dtype=torch.int32)
+    areas, words = in_places(ROWS, 3, gap), torch.zeros(16, dtype=torch.int32)
     signals = signals_on(words)
     launches = on_host._prepare(areas.ends, (224, 224, 200, 600), 2, True, signals)
-    assert len(launches) == (3 if apart else 1)
+    assert len(launches) == (3 if gap else 1)
     for turn in range(2):
         for number, (kernel, blocks, threads, arguments) in enumerate(launches):
             for block in random.Random(turn).sample(range(blocks), blocks):
@@ -610,10 +610,10 @@ def test_a_launch_waits_for_signals(on_host: Kernels) -> None:
     assert torch.equal(areas.dst, areas.expected)
 
 
-@pytest.mark.parametrize("apart", [0, 1])
-def test_no_block_copies_before_its_front_waits_end(on_host: Kernels, apart: int) -> None:
+@pytest.mark.parametrize("gap", [0, 1])
+def test_no_block_copies_before_its_front_waits_end(on_host: Kernels, gap: int) -> None:
     """If the copies take several launches, the first launch waits for all of them."""
-    areas, words = in_places(ROWS, 3, apart), torch.zeros(16, dtype=torch.int32)
+    areas, words = in_places(ROWS, 3, gap), torch.zeros(16, dtype=torch.int32)
     before, signals = areas.dst.clone(), signals_on(words, front=2)
     launches = on_host._prepare(areas.ends, (224, 224, 200, 600), 2, True, signals)
     kernel, blocks, threads, arguments = launches[0]
@@ -752,12 +752,12 @@ def check_merge(kernels: Kernels, device: str = "cpu", stream: Any = None) -> No
     """Compare with float64, within the result's rounding; a single part and equal parts exactly.
     Parts have all rows, or different rows; the first part always has all rows."""
     torch.manual_seed(4)
-    for dtype, apart in itertools.product(launch.MERGES, (False, True)):
+    for dtype, ragged in itertools.product(launch.MERGES, (False, True)):
         for count, (batch, heads, rows, size) in itertools.product(
             (1, 2, 3, 5, 16), ((1, 1, 1, 8), (2, 3, 5, 64), (1, 4, 7, 128), (1, 2, 0, 8))
         ):
             shape = batch, rows, heads, size
-            spans = [(i % 4, rows - i % 3) if apart else (0, rows) for i in range(count)]
+            spans = [(i % 4, rows - i % 3) if ragged else (0, rows) for i in range(count)]
             spans = [(first, last) if first < last else (0, rows) for first, last in spans]
             values = [torch.randn(shape, device=device).to(dtype) for _ in range(count)]
             means = [
@@ -807,8 +807,8 @@ def check_combine(kernels: Kernels, device: str = "cpu", stream: Any = None) -> 
         kernels.combine(out, table, picked, weights, stream)
         expected = (table.double()[picked] * weights.double()[..., None]).sum(1)
         magnitude = (table.double()[picked] * weights.double()[..., None]).abs().sum(1)
-        eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
-        assert ((out.double() - expected).abs() <= eps * (magnitude + least)).all()
+        eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+        assert ((out.double() - expected).abs() <= eps * (magnitude + tiny)).all()
 
 
 def check_gate(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
@@ -825,9 +825,9 @@ def check_gate(kernels: Kernels, device: str = "cpu", stream: Any = None) -> Non
         kernels.gate(function, out, x, stream)
         gate, value = x.double().chunk(2, -1)
         active = gate * gate.sigmoid() if function == "silu gated" else gate.relu()
-        eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+        eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
         expected = active * value
-        assert ((out.double() - expected).abs() <= 0.6 * eps * expected.abs() + eps * least).all()
+        assert ((out.double() - expected).abs() <= 0.6 * eps * expected.abs() + eps * tiny).all()
         assert (buffer[..., outer[-1] :, :] == 7).all()
     nans = torch.full((1, 16), float("nan")).to(device).bfloat16()
     for function in launch.GATES:
@@ -852,8 +852,8 @@ def check_route(kernels: Kernels, device: str = "cpu", stream: Any = None) -> No
         expected = (each.gather(0, flat[None]) - 1).view(choices, tokens).t()
         assert torch.equal(places, expected)
         if capacity:
-            taken = chosen * capacity + expected
-            assert torch.equal(rows, taken.where(expected < capacity, experts * capacity))
+            slots = chosen * capacity + expected
+            assert torch.equal(rows, slots.where(expected < capacity, experts * capacity))
         else:
             order = flat.argsort(stable=True)
             ranked = rows.t().flatten()[order]
@@ -883,12 +883,12 @@ def check_halves(kernels: Kernels, device: str = "cpu", stream: Any = None) -> N
 
 def check_copy_runs(kernels: Kernels, device: str = "cpu", stream: Any = None) -> None:
     """Runs of any length, also more than one launch takes. No other bytes are written."""
-    for count, most in ((1, 1), (5, 3), (launch.MAX_RUNS, 700), (2 * launch.MAX_RUNS + 1, 9)):
-        units = torch.arange(count * most * 4, dtype=torch.int32, device=device).view(-1, 4)
+    for count, longest in ((1, 1), (5, 3), (launch.MAX_RUNS, 700), (2 * launch.MAX_RUNS + 1, 9)):
+        units = torch.arange(count * longest * 4, dtype=torch.int32, device=device).view(-1, 4)
         out = torch.full_like(units, -1)
         draw = np.random.default_rng(count)
-        rows = draw.integers(1, most + 1, count)
-        at, to = (most * draw.permutation(count) for _ in range(2))
+        rows = draw.integers(1, longest + 1, count)
+        at, to = (longest * draw.permutation(count) for _ in range(2))
         ends = [16 * row + base for row, base in ((to, out.data_ptr()), (at, units.data_ptr()))]
         kernels.copy_runs(*ends, 16 * rows, stream)
         expected = torch.full_like(units, -1)
@@ -905,7 +905,7 @@ CAST_SHAPES = (
 )
 
 
-def powers(matrix: torch.Tensor, length: int, most: float) -> torch.Tensor:
+def powers(matrix: torch.Tensor, length: int, maximum: float) -> torch.Tensor:
     """The defined factors: the smallest powers of two by which no element overflows."""
     rows, cols = matrix.shape
     factors = torch.empty(rows, -(-cols // length))
@@ -913,7 +913,7 @@ def powers(matrix: torch.Tensor, length: int, most: float) -> torch.Tensor:
         for part in range(factors.shape[1]):
             largest = matrix[row, part * length : (part + 1) * length].abs().max().item()
             exponent = -126
-            while 2.0**exponent * most < largest:
+            while 2.0**exponent * maximum < largest:
                 exponent += 1
             factors[row, part] = 2.0**exponent
     return factors
@@ -929,21 +929,21 @@ def check_cast(
 ) -> None:
     """Bits are equal to PyTorch's, also of the largest sizes, ties and subnormal numbers. No other
     bytes are written."""
-    most, random_ = torch.finfo(to).max, torch.Generator().manual_seed(1)
+    maximum, random_ = torch.finfo(to).max, torch.Generator().manual_seed(1)
     for rows, cols, offset, length in CAST_SHAPES:
         wide = torch.randn(rows, cols + 8, generator=random_)
         wide *= 2.0 ** torch.randint(-12, 12, (rows, 1), generator=random_)
         wide[0, offset : offset + 16] = torch.arange(16) * 2.0**-10  # ties
-        wide[0, offset + 16] = most * 2.0**-4
+        wide[0, offset + 16] = maximum * 2.0**-4
         wide[1] = 0
-        wide[1, -1] = most  # outside of the matrix
-        wide[-1, offset + cols - 1] = 3 * most  # the last element read
+        wide[1, -1] = maximum  # outside of the matrix
+        wide[-1, offset + cols - 1] = 3 * maximum  # the last element read
         matrix = wide.to(device, dtype)[:, offset : offset + cols]
         out = torch.zeros(rows + 1, cols + 16, device=device).to(to)
         factors = torch.full((rows + 1, -(-cols // length)), 99.0, device=device)
         narrow, scales = out[:rows, :cols], factors[:rows]
         kernels.cast(narrow, scales, matrix, stream)
-        expected = powers(matrix.cpu().float(), length, most).to(device)
+        expected = powers(matrix.cpu().float(), length, maximum).to(device)
         assert torch.equal(scales, expected), (rows, cols)
         shared = expected.repeat_interleave(length, 1)[:, :cols]
         quotients = (matrix.float() / shared).to(to)
@@ -1170,7 +1170,7 @@ class TwoShot:
 
     def carry_out(self, block: int, *ranks: int) -> None:
         work = [(self.launches[rank][0], self.launches[rank][3]) for rank in ranks]
-        self.binding.together(block, launch.ONE_SHOT_THREADS, *work)
+        self.binding.concurrently(block, launch.ONE_SHOT_THREADS, *work)
 
 
 def test_a_two_shot_is_exact_on_all_ranks(

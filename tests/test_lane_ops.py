@@ -24,8 +24,8 @@ from ficco.plan import Transfer
 
 #: First address of a peer's words. Lower addresses are the rank's own words.
 PEER = 2000
-#: Destinations of copies whose blocks may spin.
-MOST = 8
+#: Largest number of destinations of copies whose blocks may spin.
+MAX_PLACES = 8
 #: Writes that report the begin and the end of a captured call to the watchdog.
 BEGIN, END = MemOp(WRITE_32, 9000, 1), MemOp(WRITE_64, 9000, 1 << 32)
 
@@ -59,7 +59,7 @@ def posts(ops: Any, sources: Any) -> Memops:
 def copies(lane: str, places: int = 1) -> Any:
     """The launch that an engine makes for copies to ``places`` destinations."""
     engine = Engine()
-    engine._kernels = SimpleNamespace(most_that_spin=PEER_BLOCKS * MOST)  # type: ignore[assignment]
+    engine._kernels = SimpleNamespace(most_that_spin=PEER_BLOCKS * MAX_PLACES)  # type: ignore[assignment]
     return engine.copies(program_of(lane, places), tuple(range(places)))
 
 
@@ -120,7 +120,7 @@ def enqueued(lane: str, *operations: Any) -> list[Any]:
     return [op.around if isinstance(op, Launch) else op.ops for op in body]
 
 
-MANY = tuple(write(PEER + 4 * i) for i in range(MAX_SIGNALS + 1))
+TOO_MANY = tuple(write(PEER + 4 * i) for i in range(MAX_SIGNALS + 1))
 
 
 def test_launches_of_copies_take_signals() -> None:
@@ -131,10 +131,10 @@ def test_launches_of_copies_take_signals() -> None:
     whole = Fused((), (wait(4),), rear)
     for count, ops, expected in (
         (1, ((wait(4),), (write(4),), None, (write(PEER),), (wait(8),)), [whole]),
-        (MOST, (first, None, (write(PEER), wait(8))), [whole]),
-        (MOST + 1, (first, None, (write(PEER), wait(8))), [(wait(4),), Fused(rear=rear)]),
+        (MAX_PLACES, (first, None, (write(PEER), wait(8))), [whole]),
+        (MAX_PLACES + 1, (first, None, (write(PEER), wait(8))), [(wait(4),), Fused(rear=rear)]),
         (1, (first, None, posted, (wait(8),)), [whole]),
-        (1, (None, posts(MANY, (1,) * len(MANY))), [Fused(), MANY]),
+        (1, (None, posts(TOO_MANY, (1,) * len(TOO_MANY))), [Fused(), TOO_MANY]),
     ):
         ops = [copies("compute0", count) if op is None else op for op in ops]
         assert enqueued("compute0", *ops) == expected
@@ -183,7 +183,7 @@ def test_copies_that_take_signals(height: int, counter: int, fuses: bool) -> Non
     driver's launches carry signals."""
     engine = Engine()
     engine.driver.fuses = fuses  # type: ignore[misc]
-    engine._kernels = SimpleNamespace(most_that_spin=MOST)  # type: ignore[assignment]
+    engine._kernels = SimpleNamespace(most_that_spin=MAX_PLACES)  # type: ignore[assignment]
     op: Any = engine.copies(program_of("copy0", 1, height, counter), (0,))
     assert bool(op.arrived) is bool(height and counter and fuses)
     ops = [("copy0", each) for each in ((write(4),), op, (write(PEER),))]
@@ -266,24 +266,24 @@ def test_a_one_shot_sum_takes_the_signals_of_the_whole_call(captured: bool) -> N
 
 
 def test_signals_that_exceed_a_launch_stay_on_the_stream() -> None:
-    many = tuple(wait(4 * i) for i in range(MAX_SIGNALS + 1))
-    few, last, full = (wait(4),), one_shot(), many[:MAX_SIGNALS]
-    run = run_of([many, last], few)
-    assert [op.ops for op in run.body[:1]] == [many] and not run.body[1].around.front
-    run = run_of([full, last], few, captured=True)
+    too_many = tuple(wait(4 * i) for i in range(MAX_SIGNALS + 1))
+    single, last, full = (wait(4),), one_shot(), too_many[:MAX_SIGNALS]
+    run = run_of([too_many, last], single)
+    assert [op.ops for op in run.body[:1]] == [too_many] and not run.body[1].around.front
+    run = run_of([full, last], single, captured=True)
     assert run.body[0].around == Fused((), full) and run.begin.ops == (BEGIN,)
-    run = run_of([full, product], few, captured=True)
+    run = run_of([full, product], single, captured=True)
     assert run.body[0].ops == full and run.begin.ops == (BEGIN,)
-    run = run_of([few, last], full)
-    assert run.body[0].around == Fused((), few, full)
-    run = run_of([few, last], many, captured=True)
-    assert run.body[0].around == Fused((), few)
-    assert run.begin.ops == (BEGIN,) and [op.ops for op in run.tail] == [(*many, END)]
+    run = run_of([single, last], full)
+    assert run.body[0].around == Fused((), single, full)
+    run = run_of([single, last], too_many, captured=True)
+    assert run.body[0].around == Fused((), single)
+    assert run.begin.ops == (BEGIN,) and [op.ops for op in run.tail] == [(*too_many, END)]
     # With work on another lane, a sum leaves the end of the call to the stream.
-    lanes = [("copy0", product), ("compute0", few), ("compute0", one_shot())]
+    lanes = [("copy0", product), ("compute0", single), ("compute0", one_shot())]
     run = fused([*lanes, ("sync", (write(PEER),))])
     assert run.lanes == ("copy0",) and run.tail_lane == "sync"
-    assert run.body[1].around == Fused((), few)
+    assert run.body[1].around == Fused((), single)
     assert [op.ops for op in run.tail] == [(write(PEER),)]
 
 

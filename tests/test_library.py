@@ -77,9 +77,9 @@ def exact(at: Rank, case: Case, function: Callable[..., Any], iteration: int = 0
     return y.dtype
 
 
-def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **how: Any) -> Any:
+def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options: Any) -> Any:
     torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend=backend, **how)
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
 @on_two_ranks
@@ -218,17 +218,17 @@ def test_options_of_a_compiled_forward_are_those_of_its_backward(at: Rank) -> No
         same(a.grad, expected.grad_a[at.rank], "a")
         return [(operator, used.timeout_s, used.save_gathered) for operator, _, used in seen]
 
-    def both(timeout_s: float | None) -> list[Any]:
+    def with_gather(timeout_s: float | None) -> list[Any]:
         return [(name, timeout_s, False) for name in ("all_gather_matmul", "matmul_reduce_scatter")]
 
-    assert calls() == both(None)
-    assert calls(timeout_s=33.0) == both(33.0)
+    assert calls() == with_gather(None)
+    assert calls(timeout_s=33.0) == with_gather(33.0)
     assert calls(save_gathered=True) == [("matmul_reduce_scatter", None, True)]
-    assert calls() == both(None)
+    assert calls() == with_gather(None)
     ficco.set_options(timeout_s=44.0)
     try:
-        assert calls() == both(44.0)
-        assert calls(timeout_s=None) == both(None)
+        assert calls() == with_gather(44.0)
+        assert calls(timeout_s=None) == with_gather(None)
     finally:
         ficco.set_options(timeout_s=None)
     # One frame outside of blocks, one each for 33 s, save_gathered, 44 s, and None in a block.
@@ -250,8 +250,8 @@ def test_options_of_a_call_inside_a_compiled_backward(at: Rank) -> None:
 
 
 def test_compiled_calls_see_the_options_of_their_task() -> None:
-    """Also if the blocks of two tasks overlap, in a copied context, and after all blocks are
-    closed."""
+    """The blocks of two tasks may overlap, and a copied context keeps its block. No options are in
+    force after all blocks are closed."""
     function = compiled(lambda x: (x + 1, current_text()), "eager", dynamic=False)
     seen: list[tuple[float | None, str]] = []
 
