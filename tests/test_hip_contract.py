@@ -52,7 +52,7 @@ def device() -> Iterator[str]:
         yield "cpu"
 
 
-def _looked_for_late(at: Rank, *args: Any) -> dict[str, Any]:
+def _examined_late(at: Rank, *args: Any) -> dict[str, Any]:
     """:func:`test_faults._mismatch` on ranks that examine a call only after it is over."""
     from ficco.dma import hip_api as hip
 
@@ -69,7 +69,7 @@ def _looked_for_late(at: Rank, *args: Any) -> dict[str, Any]:
         return test_faults._mismatch(at, *args)
 
 
-@pytest.mark.parametrize("fn", [test_faults._mismatch, _looked_for_late], ids=["", "late"])
+@pytest.mark.parametrize("fn", [test_faults._mismatch, _examined_late], ids=["", "late"])
 def test_mismatch_when_warm(fn: Callable[..., Any]) -> None:
     """A call that is over can mismatch: it ended with data that peers sent for another call."""
     outcomes = ranks.run(3, fn, MISMATCHES["dtype"], 2, "warm", (None, None))

@@ -133,7 +133,7 @@ def test_driver_functions_are_those_of_the_header() -> None:
     assert names <= symbols(hip_ranks.fake_driver(), "--defined-only")
 
 
-def _first(at: Rank) -> Any:
+def _start(at: Rank) -> Any:
     from ficco.dma import hip_api
 
     return caught(hip_api.start)
@@ -142,5 +142,5 @@ def _first(at: Rank) -> Any:
 def test_without_a_driver() -> None:
     """A missing driver counts as no device."""
     env = {hip_ranks.LIBRARY: str(hip_ranks.forward()), "HIP_FORWARD_DRIVER": os.devnull}
-    (error,) = hip_ranks.run(1, _first, env=env)
+    (error,) = hip_ranks.run(1, _start, env=env)
     assert error.type == "BackendError" and "hipErrorNoDevice" in error.text

@@ -73,7 +73,7 @@ def test_memory_is_released(at: Rank) -> None:
 def test_a_rank_that_is_absent_is_named(at: Rank) -> None:
     for missing in ([1], [0, 2]):
         if at.rank not in missing:
-            purpose, absent, begin = f"nobody {missing}", f"rank {missing[0]}", time.monotonic()
+            purpose, absent, begin = f"absence of {missing}", f"rank {missing[0]}", time.monotonic()
             with pytest.raises(SignalTimeout) as raised:
                 share(timeout_s=0.4, purpose=purpose)
             error, text = raised.value, str(raised.value)

@@ -119,8 +119,8 @@ def test_signals_to_another_host_are_refused() -> None:
     extended = [replace(plan, words=plan.words + 1) for plan in PLANS["gather"]()]
     check(extended)
     signal = Signal("ready", 0, 2, 99, extended[0].words - 1)
-    post = Step(None, "network0", "tells", posts=(signal,))
-    wait = Step(None, "network0", "hears", waits=(signal,), clears=(signal,))
+    post = Step(None, "network0", "post", posts=(signal,))
+    wait = Step(None, "network0", "wait", waits=(signal,), clears=(signal,))
     for rank, step in ((0, post), (2, wait)):
         extended[rank] = replace(extended[rank], steps=(*extended[rank].steps, step))
     refused(extended, "is for a rank of another host")

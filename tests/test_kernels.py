@@ -693,7 +693,7 @@ def in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return total.to(dtype)
 
 
-def far_apart(count: int, dtype: torch.dtype, *shape: int, device: str) -> list[torch.Tensor]:
+def mixed_sizes(count: int, dtype: torch.dtype, *shape: int, device: str) -> list[torch.Tensor]:
     """Parts of different magnitudes, so that another order or a second rounding changes the sum."""
     parts = (
         torch.randn(shape, device=device) * 2.0 ** (5 * (part % 3) - 3) for part in range(count)
@@ -720,14 +720,14 @@ def check_sum(
     torch.manual_seed(3)
     for (part, out), count in itertools.product(kinds, (1, 2, 4, 7, 16)):
         for elements, skip in ((0, 0), (1, 0), (8, 0), (1003, 0), (1000, 1)):
-            whole = far_apart(count, part, elements + skip, device=device)
+            whole = mixed_sizes(count, part, elements + skip, device=device)
             parts = [tensor[skip:] for tensor in whole]
             result = torch.full((elements + skip,), 7.0, dtype=out, device=device)[skip:]
             reduce(result, parts, stream)
             assert torch.equal(result, in_order(parts, out)), (part, out, count, elements)
         # Columns of a matrix: whole vectors, single elements, and an odd first column.
         for rows, first, last, pitch in ((5, 8, 40, 64), (3, 8, 13, 64), (4, 1, 17, 31)):
-            whole = far_apart(count, part, rows, pitch, device=device)
+            whole = mixed_sizes(count, part, rows, pitch, device=device)
             parts = [matrix[:, first:last] for matrix in whole]
             for wider in (0, 16):  # the result may have a larger pitch
                 total = torch.full((rows, pitch + wider), 7.0, dtype=out, device=device)
@@ -741,7 +741,7 @@ def check_scaled(kernels: Kernels, device: str = "cpu", stream: Any = None) -> N
     """A sum is scaled before it is rounded, by vectors and by elements."""
     for part, out in launch.REDUCTIONS:
         for elements, factor in itertools.product((8, 1003), (1 / 3, 0.25)):
-            parts = far_apart(3, part, elements, device=device)
+            parts = mixed_sizes(3, part, elements, device=device)
             total = torch.empty(elements, dtype=out, device=device)
             kernels.reduce(total, parts, stream, factor)
             expected = in_order(parts, torch.float32) * factor
@@ -1151,7 +1151,7 @@ class TwoShot:
         self.words = torch.zeros(len(rows), size, dtype=torch.int32)
         ends = [sum(rows[:rank]) for rank in (*self.ranks, len(rows))]
         self.own = [slice(*pair) for pair in itertools.pairwise(ends)]
-        self.products = far_apart(len(rows), torch.bfloat16, ends[-1], n, device="cpu")
+        self.products = mixed_sizes(len(rows), torch.bfloat16, ends[-1], n, device="cpu")
         self.arrived, self.out = torch.zeros(2, len(rows), ends[-1], n).bfloat16()
         word = lambda rank, at: self.words[rank, at].data_ptr()  # noqa: E731
         first = lambda rank, of: word(rank, 2 + self.BLOCKS * of)  # noqa: E731

@@ -494,7 +494,7 @@ def test_pytorchs_fused_operators_run_ficco(at: Rank) -> None:
     def integers(*shape: int) -> torch.Tensor:
         return torch.randint(-2, 3, shape, generator=generator).float()
 
-    def alike(operator: str, *operands: Any, **options: Any) -> list[torch.Tensor]:
+    def same_as_stock(operator: str, *operands: Any, **options: Any) -> list[torch.Tensor]:
         calls = getattr(torch.ops.symm_mem, operator), getattr(stock, f"_{operator}_fallback")
         results = [tree_leaves(call(*operands, name, **options)) for call in calls]
         outs, expected = ([leaf for leaf in leaves if leaf is not None] for leaves in results)
@@ -511,15 +511,15 @@ def test_pytorchs_fused_operators_run_ficco(at: Rank) -> None:
         a, b = integers(at.world, *whole)[at.rank], integers(whole[-1], 8)
         with counted() as counts:
             for factors, keeps in ((weights, True), (weights, False), (weights[:1], False)):
-                alike(gathers, x, factors, dim, return_A=keeps)
+                same_as_stock(gathers, x, factors, dim, return_A=keeps)
             for reduction in ("sum", "avg"):
-                alike(scatters, a, b, reduction, dim)
+                same_as_stock(scatters, a, b, reduction, dim)
         expected = {} if last else {"all_gather_matmul": 3, "matmul_reduce_scatter": 2}
         assert counts == expected, (dim, counts)
     empty, weight = torch.empty(4, 0, 6), integers(6, 5)
     for x, factors in ((empty, [weight]), (integers(4, 6), [])):  # a batch of 0; no weights
-        assert len(alike(gathers, x, factors, 0)) == 1 + len(factors)
-    (out,) = alike(scatters, empty, weight, "sum", 0)
+        assert len(same_as_stock(gathers, x, factors, 0)) == 1 + len(factors)
+    (out,) = same_as_stock(scatters, empty, weight, "sum", 0)
     assert out.shape == (4 // at.world, 0, 5)
     # ficco's kernels replace PyTorch's kernels for GPUs, too.
     for operator in (gathers, scatters):
