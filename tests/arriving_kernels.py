@@ -1,5 +1,5 @@
-"""Kernels that wait, push and tell by ``ficco.tile``; import it where Triton is, and where
-``TRITON_INTERPRET`` says how they run."""
+"""Kernels that wait, push and notify with ``ficco.tile``. The module needs Triton; set
+``TRITON_INTERPRET`` before importing it to run the kernels in the interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ficco import tile
 
 @triton.jit
 def send(boxes, words, to, values, size: tl.constexpr):
-    """Push values to a rank's box, then tell it."""
+    """Push values to a rank's box, then notify the rank."""
     at = tl.arange(0, size)
     tile.push(boxes, to, at, tl.load(values + at), at < size)
     tile.notify(tile.peer(words, to, tl.int32), 1)
@@ -21,14 +21,14 @@ def send(boxes, words, to, values, size: tl.constexpr):
 
 @triton.jit
 def receive(words, box, out, size: tl.constexpr):
-    """Wait for what a peer pushes, and copy it."""
+    """Wait for values that a peer pushes, and copy them."""
     tile.wait(words, 1)
     tl.store(out + tl.arange(0, size), tl.load(box + tl.arange(0, size)))
 
 
 @triton.jit
 def gather(words, rows, out, count, width: tl.constexpr):
-    """Copy rows, ``count`` for each word, once the word is there."""
+    """Copy rows, ``count`` for each word, once the word is set."""
     piece = tl.program_id(0)
     tile.wait(words, piece)
     row = piece * count
@@ -39,7 +39,7 @@ def gather(words, rows, out, count, width: tl.constexpr):
 
 
 def ring(rank: int, world: int, device: torch.device, turns: int = 3) -> None:
-    """Each rank pushes to the next one and waits for the one before, within kernels."""
+    """Each rank pushes to the next rank and waits for the previous rank, within kernels."""
     size = 64
     box = ficco.empty((2, size), dtype=torch.float32, device=device)[1]
     words = ficco.empty((2,), dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Calls of all_gather_matmul with one right answer.
+"""Calls of all_gather_matmul with exact results.
 
 Inputs are small integers, so that every sum is exact in every dtype and any order, and results are
 compared with no tolerance. They depend on the iteration, the rank, the row and the column: a
@@ -23,11 +23,11 @@ from ficco.plan import Plan
 from ficco.problems.products import Problem
 from ficco.runtime.workspace import timing_steps
 
-#: Terms in the sum of one element, at most. With |a| <= 3 and |b| = 1 no sum leaves [-192, 192],
+#: Upper limit of the terms in one element's sum. With |a| <= 3 and |b| = 1 sums are in [-192, 192],
 #: and bfloat16 holds every integer up to 256.
 TERMS = 64
 
-#: How b can lie in memory, and a_shard, also in memory that ficco.empty gave.
+#: Layouts of b, and of a_shard, also in memory of ficco.empty.
 B_LAYOUTS = "plain", "transposed", "columns", "every-other-row"
 A_LAYOUTS = *B_LAYOUTS, "leading", "leading-permuted", "offset"
 SYMMETRIC_LAYOUTS = "symmetric", "symmetric-rows", "symmetric-columns", "symmetric-leading"
@@ -67,14 +67,14 @@ def equal(world: int, rows: int, k: int, n: int, **rest: Any) -> Case:
 
 
 def gathered_bytes(problem: Problem) -> int:
-    """Bytes of a gathered A: what a serial all-gather allocates."""
+    """Bytes of a gathered A, which a serial all-gather allocates."""
     return problem.m * problem.k * problem.itemsize
 
 
 def _hash(rows: range, cols: range, seed: int, device: torch.device) -> torch.Tensor:
     """Unrelated integers in [0, 2**32) for every row, column and seed."""
     mask = 0xFFFFFFFF
-    row, col = (torch.tensor(one, dtype=torch.int64, device=device) for one in (rows, cols))
+    row, col = (torch.tensor(indices, dtype=torch.int64, device=device) for indices in (rows, cols))
     x = row[:, None] * 0x9E3779B1 + col[None, :] * 0x85EBCA77 + seed * 0xC2B2AE3D
     x = ((x & mask) ^ ((x & mask) >> 15)) * 0x2C1B3C6D & mask
     x = (x ^ (x >> 12)) * 0x297A2D39 & mask
@@ -82,23 +82,23 @@ def _hash(rows: range, cols: range, seed: int, device: torch.device) -> torch.Te
 
 
 def gathered_a(case: Case, iteration: int, device: torch.device) -> torch.Tensor:
-    """The A that all shards make up, plain."""
+    """A of all shards, contiguous."""
     seeds = _hash(range(case.m), range(case.k), iteration, device)
     return (seeds % 7 - 3).to(getattr(torch, case.dtype))
 
 
 def shard_of(case: Case, rank: int, iteration: int, device: torch.device) -> torch.Tensor:
-    """One rank's rows of A, plain."""
+    """One rank's rows of A, contiguous."""
     return gathered_a(case, iteration, device).split(case.rows)[rank].clone()
 
 
 def weight_of(case: Case, rank: int, iteration: int, device: torch.device) -> torch.Tensor:
-    """One rank's b, plain: 1 and -1, and 0 where a column has its terms already."""
+    """One rank's b, contiguous: 1 and -1 in at most ``TERMS`` places of a column, else 0."""
     rows, cols = range(case.k), range(case.n)
     signs = _hash(rows, cols, 31 * iteration + rank + 1, device) % 2 * 2 - 1
     places = torch.arange(case.k, device=device)[:, None] + torch.arange(case.n, device=device)
-    mine = places % (-(-case.k // TERMS) or 1) == 0
-    return (signs * mine).to(getattr(torch, case.dtype))
+    chosen = places % (-(-case.k // TERMS) or 1) == 0
+    return (signs * chosen).to(getattr(torch, case.dtype))
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def lay_a(case: Case, rank: int, plain: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """A shard in the layout of the case; what surrounds it holds garbage."""
+    """A shard in the layout of the case, surrounded by garbage."""
     rows, k = plain.shape
     most, halves = max(case.rows), 2 if rows % 2 == 0 else 1
 
@@ -150,8 +150,8 @@ def _garbage(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 @dataclass
-class Made:
-    """The operands and the right results of one call on one rank."""
+class CallData:
+    """Operands and exact results of one call on one rank."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -159,25 +159,25 @@ class Made:
     gathered: torch.Tensor
 
 
-def make(at: Rank, case: Case, iteration: int, group: Any = None) -> Made:
-    """Operands and right results. Collective where the layout is symmetric."""
+def make(at: Rank, case: Case, iteration: int, group: Any = None) -> CallData:
+    """Operands and exact results. Collective where the layout is symmetric."""
     rank = at.rank if group is None else group.rank()
     device = at.device
-    whole = gathered_a(case, iteration, device)
-    shard = whole.split(case.rows)[rank]
+    a = gathered_a(case, iteration, device)
+    shard = a.split(case.rows)[rank]
     weight = weight_of(case, rank, iteration, device)
-    return Made(lay_a(case, rank, shard, group), lay_b(case, weight), product(whole, weight), whole)
+    return CallData(lay_a(case, rank, shard, group), lay_b(case, weight), product(a, weight), a)
 
 
 def call(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """The call; a list of the product and, if asked for, the gathered A."""
-    found = ficco.all_gather_matmul(a, b, group=group, **case.arguments())
-    return list(found) if case.gathered else [found]
+    """Call the operator; return the product and, if the case returns it, the gathered A."""
+    result = ficco.all_gather_matmul(a, b, group=group, **case.arguments())
+    return list(result) if case.gathered else [result]
 
 
 @contextmanager
 def own_group(at: Rank) -> Iterator[Any]:
-    """A group of all ranks, in which calls may fail; closed at the end."""
+    """A group of all ranks whose calls may fail; it is closed at the end."""
     group = dist.new_group(list(range(at.world)))
     yield group
     at.barrier()
@@ -185,7 +185,7 @@ def own_group(at: Rank) -> Iterator[Any]:
 
 
 def replays(at: Rank, call: Callable[[], torch.Tensor], renew: Callable[[int], None]) -> None:
-    """A graph of a call, replayed with the operands of other iterations, gives what a call does."""
+    """Fail unless replays of a captured call equal eager calls for operands of later iterations."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -202,51 +202,51 @@ def replays(at: Rank, call: Callable[[], torch.Tensor], renew: Callable[[int], N
         at.barrier()
 
 
-def timed(made: Made, schedule: str) -> tuple[torch.Tensor, Plan, list[Span]]:
-    """A call that records when its steps ran: its result, and what was recorded."""
-    with timing_steps() as seen:
-        out = ficco.all_gather_matmul(made.a, made.b, schedule=schedule)
-    ((plan, spans),) = seen
+def timed(data: CallData, schedule: str) -> tuple[torch.Tensor, Plan, list[Span]]:
+    """The result, Plan and recorded spans of a call that times its steps."""
+    with timing_steps() as recorded:
+        out = ficco.all_gather_matmul(data.a, data.b, schedule=schedule)
+    ((plan, spans),) = recorded
     return out, plan, spans
 
 
-def compare(name: str, found: torch.Tensor, want: torch.Tensor, about: str) -> None:
-    """Fail unless two tensors are equal in every way that a caller can see."""
-    facts = [(t.dtype, tuple(t.shape), t.device.type) for t in (found, want)]
+def compare(name: str, result: torch.Tensor, want: torch.Tensor, about: str) -> None:
+    """Fail unless a result is contiguous and equals ``want`` in dtype, shape, device and values."""
+    facts = [(t.dtype, tuple(t.shape), t.device.type) for t in (result, want)]
     if facts[0] != facts[1]:
         raise AssertionError(f"{about}: {name} is {facts[0]}, wanted {facts[1]}")
-    if not found.is_contiguous():
+    if not result.is_contiguous():
         raise AssertionError(f"{about}: {name} is not contiguous")
-    if not torch.equal(found, want):
-        wrong = (found != want).nonzero().cpu()
+    if not torch.equal(result, want):
+        wrong = (result != want).nonzero().cpu()
         rows = sorted(set(wrong[:, 0].tolist()))
         spot = tuple(wrong[0].tolist())
         raise AssertionError(
             f"{about}: {len(wrong)} of {want.numel()} elements of {name} are wrong, in rows "
-            f"{rows[:20]}; at {spot} found {found[spot].item()}, wanted {want[spot].item()}"
+            f"{rows[:20]}; at {spot} found {result[spot].item()}, wanted {want[spot].item()}"
         )
 
 
-def verify(case: Case, results: Sequence[torch.Tensor], made: Made, about: str = "") -> None:
-    """Fail unless the results of a call are right in every element."""
+def verify(case: Case, results: Sequence[torch.Tensor], data: CallData, about: str = "") -> None:
+    """Fail unless all elements of a call's results are exact."""
     about = f"{about} {case}"
-    compare("the product", results[0], made.out, about)
+    compare("the product", results[0], data.out, about)
     if case.gathered:
-        compare("the gathered A", results[1], made.gathered, about)
+        compare("the gathered A", results[1], data.gathered, about)
 
 
 def exact(at: Rank, case: Case, iteration: int, group: Any = None) -> None:
-    """One call, checked in every element; its operands must come out as they went in."""
-    made = make(at, case, iteration, group)
-    a, b = made.a.clone(), made.b.clone()
-    results = call(case, made.a, made.b, group)
-    verify(case, results, made, f"rank {at.rank}, iteration {iteration}:")
-    if not (torch.equal(a, made.a) and torch.equal(b, made.b)):
+    """Check all elements of one call's results, and that the call does not change its operands."""
+    data = make(at, case, iteration, group)
+    a, b = data.a.clone(), data.b.clone()
+    results = call(case, data.a, data.b, group)
+    verify(case, results, data, f"rank {at.rank}, iteration {iteration}:")
+    if not (torch.equal(a, data.a) and torch.equal(b, data.b)):
         raise AssertionError(f"rank {at.rank}: {case} changed its operands")
 
 
 def all_exact(at: Rank, cases: Sequence[Case], first: int = 0) -> int:
-    """Calls one behind the other, each checked; the number of them."""
+    """Check consecutive calls; return their number."""
     for iteration, case in enumerate(cases, start=first):
         exact(at, case, iteration)
     return len(cases)

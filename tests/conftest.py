@@ -1,4 +1,4 @@
-"""What all tests share: what a machine must have, and what is said at the end."""
+"""Configuration of all tests: requirements on the machine, environment, and the summary."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 import ranks
 from hypothesis import settings
 
-#: GPUs that a marker asks for. In a module of multigpu tests, one marked gpu needs no second.
+#: GPUs that a marker requires. In a module of multigpu tests, a test marked gpu needs only one.
 NEEDS = {"gpu": 1, "multigpu": 2}
 
-#: Tests of kernels and engines through vendors' compilers and doubles of their libraries, of
-#: PyTorch's compilers, and of packages: marked ``slow``, by file or by file and test.
+#: Tests that are marked ``slow``, by file or by file and test: of kernels and engines through
+#: vendors' compilers and doubles of their libraries, of PyTorch's compilers, and of packages.
 SLOW = {
     *("test_kernels", "test_hip", "test_hip_library", "test_hip_contract", "test_hip_forward"),
     *("test_tiled_triton", "test_third_vendor", "test_traced", "test_packaging", "test_fp8_passes"),
@@ -26,8 +26,8 @@ SLOW = {
     *("test_hip_batches", "test_selftest::test_batches_are_timed_for_the_machine_file"),
 }
 
-#: Tests and the processes they start know no machines and no decisions of this user's. What one
-#: worker has compiled, the others take.
+#: Tests and their processes see no machine files and no decisions of this user. Workers share one
+#: cache of compiled code.
 SHARED, STARTS_WORKERS = "FICCO_TESTS_FOLDER", "FICCO_TESTS_FOLDER" not in os.environ
 if STARTS_WORKERS:
     os.environ[SHARED] = tempfile.mkdtemp(prefix="ficco-tests-")
@@ -36,24 +36,24 @@ os.environ["FICCO_CONFIG_DIR"] = os.path.join(FOLDER, f"config-{os.getpid()}")
 os.environ["FICCO_CACHE_DIR"] = os.path.join(FOLDER, "cache")
 os.environ.pop("FICCO_MACHINE", None)
 
-#: Ranks share few cores, where OpenMP's threads would spin for each other: also those that threads
-#: of a double start, which torch.set_num_threads does not reach.
+#: Ranks share few cores, and OpenMP's threads would spin for each other. The variable also covers
+#: threads of a double, which torch.set_num_threads does not.
 os.environ["OMP_NUM_THREADS"] = "1"
-#: Where there are several all the same, those that wait sleep.
+#: If OpenMP still has several threads, waiting threads sleep.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
-#: No example has to end within a time: a busy machine may take a core away at any moment.
+#: Examples have no deadline: a busy machine may take a core away at any moment.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests, skip those for which this machine has too few GPUs, and order the rest."""
+    """Mark slow tests, skip tests that need more GPUs than this machine has, and sort the tests."""
     for item in items:
         if {item.path.stem, f"{item.path.stem}::{getattr(item, 'originalname', '')}"} & SLOW:
             item.add_marker(pytest.mark.slow)
-    # The longest tests, of which some wait. Workers that met them last would wait with them.
+    # The longest tests run first, so that no worker is left waiting in them at the end.
     items.sort(key=lambda item: item.path.stem != "test_hip")
     needs = [
         (item, next((n for name, n in NEEDS.items() if item.get_closest_marker(name)), 0))
@@ -67,20 +67,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def server() -> None:
-    """Start the server of ranks, where a test could have ficco.tools.launch start it with less."""
+    """Start the server of ranks before ficco.tools.launch starts it with fewer modules."""
     if "ficco.tools.launch" in sys.modules:
         ranks.start_server()
 
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """The type of the devices of ranks; ``gpu/conftest.py`` has another."""
+    """The type of the devices of ranks; ``gpu/conftest.py`` overrides it."""
     return "cpu"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """End in one sentence where no ranks could meet."""
+    """Stop with a usage error if the loopback interface does not work: ranks meet there."""
     if hasattr(session.config, "workerinput"):
         return
     try:
@@ -94,21 +94,21 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many cells of the contract ran, and what was skipped for which reason."""
+    """Print the number of contract cells that ran, and the number of skipped tests by reason."""
     stats = terminalreporter.stats
-    ran = [one.nodeid for name in ("passed", "failed") for one in stats.get(name, ())]
+    ran = [report.nodeid for name in ("passed", "failed") for report in stats.get(name, ())]
     if cells := sum(nodeid.startswith("tests/contract/") for nodeid in ran):
         terminalreporter.write_line(f"the contract: {cells} cells")
     if skipped := stats.get("skipped", ()):
-        reasons = Counter(one.longrepr[2].removeprefix("Skipped: ") for one in skipped)
-        told = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+        text = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         terminalreporter.write_line(
-            f"{len(skipped)} skipped: {told} (tests/toolchain.sh installs compilers and libraries)"
+            f"{len(skipped)} skipped: {text} (tests/toolchain.sh installs compilers and libraries)"
         )
 
 
 def pytest_sessionfinish() -> None:
-    """End the workers while what they need is still there."""
+    """End the workers, then remove the folder that they use."""
     ranks.close()
     if STARTS_WORKERS:
         shutil.rmtree(FOLDER, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Calls of the CPU engine that are late, stuck or killed on purpose.
+"""Delays, stalls and kills of calls of the CPU engine.
 
-Each verb of the engine makes an operation; here they are wrapped. A Program keeps the operations
-that it was compiled with, so ranks on CPUs :func:`install` this before their first call.
+Each verb of the engine makes an operation, which this module wraps. A Program keeps the operations
+that it was compiled with, so ranks on CPUs :func:`install` the wrappers before their first call.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ VERBS = (
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What happens to the calls of a process.
+    """Delays, a stall or a kill in the calls of a process.
 
     Attributes:
         delay_s: every copy first sleeps for a random time of up to this many seconds.
-        verbs: the operations that sleep, in place of copies.
-        share: the share of them that sleeps.
+        verbs: the operations that sleep; by default copies.
+        share: the share of these operations that sleeps.
         stall: rank and index of a step that never ends. The stuck rank's own call raises
             SignalTimeout once one of its waits, or twice the timeout, has run out.
-        kill: rank and index of a step at which the process ends, as if by ``kill -9``.
-        seed: of the random delays; every rank has its own.
+        kill: rank and index of a step that ends the process, like ``kill -9``.
+        seed: seed of the random delays, which differ between ranks.
     """
 
     delay_s: float = 0.0
@@ -84,7 +84,7 @@ def _disturbed(verb: Callable[..., Op]) -> Callable[..., Op]:
 
         def disturbed(call: Call) -> None:
             if _active is not None:
-                # A call on the caller's thread alone has no lane that could fail.
+                # A call that runs only on the caller's thread has no lane that could fail.
                 failed = getattr(call.state, "failed", None) or threading.Event()
                 if _active.kill == here:
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Edits that break Plans: each changes steps of a rank, and the proof has to say what is wrong."""
+"""Edits that break Plans: each changes steps of a rank, and the proof must describe the fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ficco.plan.model import Region
 from ficco.proof import PlanError, check
 
 Edit = Callable[[list[Step]], Any]
-#: A test of a step, or how its label begins.
+#: A predicate of a step, or the beginning of its label.
 Suits = Callable[[Step], Any] | str
 #: Fields of a step that hold signals.
 ROLES = ("waits", "clears", "posts", "gates", "announces")
@@ -41,12 +41,12 @@ def everywhere(plans: Sequence[Plan], edit: Edit) -> list[Plan]:
 
 
 def with_buffer(plan: Plan, which: str, /, **fields: Any) -> Plan:
-    buffers = (one._replace(**fields) if one.name == which else one for one in plan.buffers)
+    buffers = (buf._replace(**fields) if buf.name == which else buf for buf in plan.buffers)
     return replace(plan, buffers=tuple(buffers))
 
 
 def without_buffer(plan: Plan, name: str) -> Plan:
-    return replace(plan, buffers=tuple(one for one in plan.buffers if one.name != name))
+    return replace(plan, buffers=tuple(buf for buf in plan.buffers if buf.name != name))
 
 
 def mapped(
@@ -54,7 +54,7 @@ def mapped(
     to: Callable[[Signal], Signal | None],
     roles: Sequence[str] = ROLES,
 ) -> list[Plan]:
-    """The Plans with other signals, wherever they are named; without those that ``to`` drops."""
+    """The Plans with ``to(signal)`` in place of each signal in all steps; None removes a signal."""
 
     def edit(step: Step) -> Step:
         signals = {role: tuple(filter(None, map(to, getattr(step, role)))) for role in roles}
@@ -64,16 +64,16 @@ def mapped(
 
 
 def renamed(plans: Sequence[Plan], wrong: Signal, **fields: Any) -> list[Plan]:
-    """The Plans with other fields in one signal, wherever it is named."""
-    return mapped(plans, lambda one: one._replace(**fields) if one == wrong else one)
+    """The Plans with other fields of one signal in all steps."""
+    return mapped(plans, lambda signal: signal._replace(**fields) if signal == wrong else signal)
 
 
 def without_kinds(*kinds: str) -> Callable[[Sequence[Plan]], list[Plan]]:
-    """Take signals of rank 1 out altogether: the words are right, only the order is lost."""
-    return partial(mapped, to=lambda one: None if one.poster == 1 and one.kind in kinds else one)
+    """Remove signals that rank 1 posts from all steps: words stay consistent, the order is lost."""
+    return partial(mapped, to=lambda s: None if s.poster == 1 and s.kind in kinds else s)
 
 
-# Which step.
+# Predicates of steps.
 
 
 def is_copy(step: Step) -> bool:
@@ -105,18 +105,18 @@ def retires(step: Step) -> bool:
 
 
 def index(steps: Sequence[Step], suits: Suits) -> int:
-    """The first step that suits."""
+    """Index of the first step that suits."""
     if isinstance(suits, str):
         return next(i for i, step in enumerate(steps) if step.label.startswith(suits))
     return next(i for i, step in enumerate(steps) if suits(step))
 
 
-# What changes.
+# Changes of a step.
 
 
 def replaced(value: Any, fields: dict[str, Any]) -> Any:
-    """A named tuple with other fields; a dict has fields of a field, a function makes the new of
-    the old."""
+    """A named tuple with other fields. A dict replaces fields of a field, a function maps the old
+    value to the new one."""
     new = {}
     for name, field in fields.items():
         old = getattr(value, name)
@@ -127,7 +127,7 @@ def replaced(value: Any, fields: dict[str, Any]) -> Any:
 
 
 def changed(step: Step, **fields: Any) -> Step:
-    """A step with other fields, or its work or first product with theirs."""
+    """A step with other fields, also fields of its work or of its first product."""
     own = {name: fields.pop(name) for name in Step._fields if name in fields}
     if fields.keys() - {*getattr(step.work, "_fields", ())} and step.products:
         fields = {"products": (replaced(step.products[0], fields), *step.products[1:])}
@@ -147,34 +147,34 @@ def change(suits: Suits, **fields: Any) -> Edit:
 
 
 def idle(suits: Suits) -> Edit:
-    """Let the first step that suits do nothing, in its place."""
+    """Remove the work of the first step that suits."""
     return change(suits, work=None)
 
 
 def move(source: Suits, target: Suits, *fields: str) -> Edit:
-    """Let another step have all that one has in some fields."""
+    """Move the contents of some fields from one step to another."""
 
     def edit(steps: list[Step]) -> None:
         i, j = index(steps, source), index(steps, target)
         for field in fields:
-            held, more = getattr(steps[i], field), getattr(steps[j], field)
+            moved, present = getattr(steps[i], field), getattr(steps[j], field)
             steps[i] = steps[i]._replace(**{field: ()})
-            steps[j] = steps[j]._replace(**{field: (*more, *held)})
+            steps[j] = steps[j]._replace(**{field: (*present, *moved)})
 
     return edit
 
 
 def swap(suits: Suits, part: str) -> Edit:
-    """Exchange a part of what the first two steps that suit do."""
+    """Swap a part of the work of the first two steps that suit."""
 
     def edit(steps: list[Step]) -> None:
         i = index(steps, suits)
         j = i + 1 + index(steps[i + 1 :], suits)
-        one, two = (
+        first, second = (
             getattr(steps[n].products[0] if steps[n].products else steps[n].work, part)
             for n in (i, j)
         )
-        steps[i], steps[j] = changed(steps[i], **{part: two}), changed(steps[j], **{part: one})
+        steps[i], steps[j] = changed(steps[i], **{part: second}), changed(steps[j], **{part: first})
 
     return edit
 
@@ -188,13 +188,13 @@ def in_cols(col: int, col_stop: int) -> dict[str, int]:
 
 
 def down(by: int) -> Callable[[Region], Region]:
-    """The region so many rows further down."""
-    return lambda one: one._replace(row=one.row + by, row_stop=one.row_stop + by)
+    """Move a region down by a number of rows."""
+    return lambda region: region._replace(row=region.row + by, row_stop=region.row_stop + by)
 
 
 def right(by: int) -> Callable[[Region], Region]:
-    """The region so many columns further right."""
-    return lambda one: one._replace(col=one.col + by, col_stop=one.col_stop + by)
+    """Move a region right by a number of columns."""
+    return lambda region: region._replace(col=region.col + by, col_stop=region.col_stop + by)
 
 
 def twice(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -209,14 +209,14 @@ def without_first(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def clear_first(steps: list[Step]) -> None:
-    """Clear a word of data where the call begins."""
+    """Clear the word of a data signal at the beginning of the call."""
     early, *rest = steps[index(steps, retires)].clears
     change("acquire", clears=lambda clears: (*clears, early))(steps)
     change(retires, clears=tuple(rest))(steps)
 
 
 def clear_late(steps: list[Step]) -> None:
-    """Clear what handed a slot over on a lane that no peer waits for."""
+    """Clear the signals that hand the slot over on a lane that no peer waits for."""
     i = index(steps, "acquire")
     late = Step(None, "copy1", "clear", clears=steps[i].clears, after=(i,))
     steps[i] = steps[i]._replace(clears=())
@@ -225,7 +225,7 @@ def clear_late(steps: list[Step]) -> None:
 
 
 def sum_before_it_is_due(steps: list[Step]) -> None:
-    """Sum in front of the wait for the last product of a peer."""
+    """Sum before the wait for the last product of a peer."""
     i = index(steps, lambda step: sums(step) and len(step.waits) > 1)
     *waits, late = steps[i].waits
     steps[i] = steps[i]._replace(waits=tuple(waits))
@@ -233,22 +233,22 @@ def sum_before_it_is_due(steps: list[Step]) -> None:
 
 
 def reuse_early(steps: list[Step]) -> None:
-    """Fill a stage without waiting for its last reader; the word is waited for at the end."""
-    i = index(steps, lambda step: any(one.kind == "room" for one in step.waits))
-    late = [one for one in steps[i].waits if one.kind == "room"]
+    """Fill a stage without waiting for its last reader; the wait is moved to the end."""
+    i = index(steps, lambda step: any(signal.kind == "room" for signal in step.waits))
+    late = [signal for signal in steps[i].waits if signal.kind == "room"]
     steps[i] = steps[i]._replace(waits=tuple(one for one in steps[i].waits if one not in late))
     change(retires, waits=lambda waits: (*waits, *late))(steps)
 
 
 def put_first(suits: Suits) -> Edit:
-    """Enqueue the first step that suits in front of all others."""
+    """Enqueue the first step that suits before all other steps."""
 
     def edit(steps: list[Step]) -> None:
         i = index(steps, suits)
         order = [i, *(j for j in range(len(steps)) if j != i)]
         place = {old: new for new, old in enumerate(order)}
         steps[:] = [
-            steps[old]._replace(after=tuple(place[one] for one in steps[old].after))
+            steps[old]._replace(after=tuple(place[earlier] for earlier in steps[old].after))
             for old in order
         ]
 
@@ -256,11 +256,11 @@ def put_first(suits: Suits) -> Edit:
 
 
 def wait_first(steps: list[Step]) -> None:
-    """Wait for the peer in front of the own copies, on another lane."""
+    """Wait for the peer before the own copies, on another lane."""
     put_first(awaits_data)(steps)
 
 
 def on_one_lane(steps: list[Step]) -> None:
-    """The same where the copies are on the lane of the products."""
+    """Wait for the peer before the own copies, on the same lane."""
     wait_first(steps)
     steps[:] = [step._replace(lane="compute0") for step in steps]

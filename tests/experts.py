@@ -1,4 +1,4 @@
-"""A layer of experts in one process, to compare with: all experts, token by token."""
+"""Reference of a layer of experts, in one process: all experts, token by token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes of a layer, and how tokens are routed: ``"spread"``, ``"one"`` expert for all, or the
+    """Sizes of a layer, and the routes of its tokens: ``"spread"``, ``"one"`` expert for all, or
     experts of ``"few"`` ranks."""
 
     tokens: tuple[int, ...]
@@ -31,7 +31,7 @@ class Layer:
 
 @dataclass
 class Data:
-    """What one rank holds, with small whole numbers that depend on rank and iteration."""
+    """Operands of one rank: small integers that depend on rank and iteration."""
 
     tokens: torch.Tensor
     indices: torch.Tensor
@@ -75,7 +75,7 @@ def part(whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 
 
 def kept(indices: torch.Tensor, experts: int, capacity: int | None) -> torch.Tensor:
-    """Which pairs find room: for each expert the first ones, first choices before second ones."""
+    """Mask of the pairs within the capacity; first choices of an expert precede second choices."""
     seen, room = [0] * experts, torch.zeros_like(indices, dtype=torch.bool)
     for choice in range(indices.shape[1]):
         for token, expert in enumerate(indices[:, choice].tolist()):
@@ -85,7 +85,7 @@ def kept(indices: torch.Tensor, experts: int, capacity: int | None) -> torch.Ten
 
 
 def plain(
-    given: Data,
+    data: Data,
     up: torch.Tensor,
     down: torch.Tensor,
     capacity: int | None = None,
@@ -93,16 +93,16 @@ def plain(
 ) -> torch.Tensor:
     """The result for one rank's tokens, in float32 or wider."""
     function: Any = getattr(functional, activation)
-    room = kept(given.indices, up.shape[0], capacity)
-    wide = torch.promote_types(given.tokens.dtype, torch.float32)
-    total = given.tokens.new_zeros(given.tokens.shape[0], down.shape[2], dtype=wide)
+    room = kept(data.indices, up.shape[0], capacity)
+    wide = torch.promote_types(data.tokens.dtype, torch.float32)
+    total = data.tokens.new_zeros(data.tokens.shape[0], down.shape[2], dtype=wide)
     for expert in range(up.shape[0]):
-        hidden = given.tokens @ up[expert]
+        hidden = data.tokens @ up[expert]
         if up.shape[2] == 2 * down.shape[1]:
             gate, rest = hidden.chunk(2, 1)
             active = function(gate) * rest
         else:
             active = function(hidden)
-        share = (given.weights.to(wide) * (room & (given.indices == expert))).sum(1, keepdim=True)
+        share = (data.weights.to(wide) * (room & (data.indices == expert))).sum(1, keepdim=True)
         total = total + share * (active @ down[expert]).to(wide)
     return total

@@ -1,16 +1,16 @@
-"""HIP API forwarded to CUDA on NVIDIA: the HIP engine on GPUs, none of them AMD's.
+"""HIP API forwarded to CUDA: the HIP engine on NVIDIA GPUs.
 
     python tests/hip_on_cuda.py --out build/hip-on-cuda
 
 builds ``hip_forward/forward.cpp`` (g++ and cuda.h) as ``libamdhip64.so`` and runs the HIP engine
-through the real hip-python on it, one rank per GPU: real copy engines, streams, graphs and memory
-of other processes, but CUDA's. With ``FICCO_TESTS_RANKS_PER_GPU`` ranks share GPUs, where copies
-are kernels. It needs PyTorch for CUDA, pytest, and hip-python for this Python in
+through the real hip-python on it, one rank per GPU. Copy engines, streams, graphs and memory of
+other processes are CUDA's. With ``FICCO_TESTS_RANKS_PER_GPU`` ranks share GPUs, where copies are
+kernels. It needs PyTorch for CUDA, pytest, and hip-python for this Python in
 ``build/hip-python/``, where ``hip_forward/fetch.sh`` puts it on a machine with a network.
 
-Parts run one after the other, in processes of their own; what fails does not stop the rest, and
-what is stuck prints its stacks. What is printed goes to ``--out``, too; the exit status is 1 if
-any part failed.
+Parts run one after the other, each in new processes. A failed part does not stop the rest, and a
+stuck part prints its stacks. The output is also written to ``--out``. The exit status is 1 if any
+part failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), *(str(HERE / room) for room in ("gpu", "faults"))]
-# Processes that are started later begin with this.
+# Processes that are started later inherit this path.
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:4] + [os.environ.get("PYTHONPATH", "")])
 
 import hip_ranks  # noqa: E402
@@ -57,15 +57,15 @@ MOMENT = 180_000
 
 def engine() -> Any:
     """The HIP engine of this rank."""
-    (found,) = (one.engine for one in workspaces() if one.name == "hip")
-    return found
+    (hip,) = (workspace.engine for workspace in workspaces() if workspace.name == "hip")
+    return hip
 
 
-# Parts. Each runs on every rank, with the HIP engine chosen, and says what it has done.
+# Parts. Each runs on every rank with the HIP engine, and returns a summary.
 
 
 def exactly(at: Rank, calls: Sequence[Any], check: Any = operators.all_exact) -> str:
-    """Calls one behind the other, each compared in every element."""
+    """Consecutive calls, each compared in every element."""
     count = check(at, calls)
     ficco.synchronize()
     assert engine().name == "hip"
@@ -73,23 +73,23 @@ def exactly(at: Rank, calls: Sequence[Any], check: Any = operators.all_exact) ->
 
 
 def jittered(at: Rank, count: int, together: int = 8) -> str:
-    """Calls of any kind, several under way, while queues are late by chance, other ones on every
+    """Random calls, several in flight, while random streams are delayed, different ones on every
     rank."""
     exact(at, equal(at.world, 8, 8, 8, schedule="growing"), 0)
-    choice, mine = random.Random(11), random.Random(at.rank)
+    choice, own_choice = random.Random(11), random.Random(at.rank)
     for first in range(0, count, together):
-        some = [random_case(choice, at.world, "cuda") for _ in range(together)]
-        made = [make(at, case, first + i) for i, case in enumerate(some)]
+        drawn_cases = [random_case(choice, at.world, "cuda") for _ in range(together)]
+        data = [make(at, case, first + i) for i, case in enumerate(drawn_cases)]
         torch.cuda.synchronize()
-        cap = choice.choice((None, at.world << 15))  # room for the largest step there can be
-        found = []
-        for case, one in zip(some, made, strict=True):
-            _delay(mine)
+        cap = choice.choice((None, at.world << 15))  # room for the largest possible step
+        results_of = []
+        for case, operands in zip(drawn_cases, data, strict=True):
+            _delay(own_choice)
             with ficco.options(workspace_bytes=cap):
-                found.append(call(case, one.a, one.b))
+                results_of.append(call(case, operands.a, operands.b))
         ficco.synchronize()
-        for case, results, one in zip(some, found, made, strict=True):
-            verify(case, results, one, f"rank {at.rank}, call {first} and following:")
+        for case, results, wanted in zip(drawn_cases, results_of, data, strict=True):
+            verify(case, results, wanted, f"rank {at.rank}, call {first} and following:")
     return f"{count} calls exact, {together} at a time"
 
 
@@ -103,7 +103,7 @@ def _delay(chance: random.Random) -> None:
 
 
 def graphs(at: Rank, replays: int) -> str:
-    """Captured calls, replayed with new operands between eager ones."""
+    """Captured calls, replayed with new operands between eager calls."""
     schedules = graphed_by(dist.get_backend())
     for schedule in schedules:
         group = everyone(at)
@@ -124,7 +124,7 @@ def graphs(at: Rank, replays: int) -> str:
 
 
 class Part(NamedTuple):
-    """What a part calls on each rank, for how many seconds at most, and its variables."""
+    """The function of a part on each rank, its arguments, time limit and environment."""
 
     fn: Any
     args: tuple[Any, ...] = ()
@@ -133,42 +133,42 @@ class Part(NamedTuple):
 
 
 def parts(world: int, calls: int) -> dict[str, Part]:
-    every = {
+    calls_of = {
         name: drawn(name, world, SUBJECTS[name].schedules(world), ("equal", "uneven", "few"))
         for name in (*OPERATORS, "all_gather_matmul, gathered")
     }
-    gathers = [*every.pop("all_gather_matmul"), *every.pop("all_gather_matmul, gathered")]
+    gathers = [*calls_of.pop("all_gather_matmul"), *calls_of.pop("all_gather_matmul, gathered")]
     large = [equal(world, 1024, 2048, 512, dtype="bfloat16", schedule=name) for name in KINDS]
-    found = {
+    by_name = {
         "exact": Part(exactly, (gathers,), 200),
         "large": Part(exactly, (large, all_exact)),
-        "operators": Part(exactly, ([*chain(*every.values())],), 200),
+        "operators": Part(exactly, ([*chain(*calls_of.values())],), 200),
         "jittered": Part(jittered, (calls,), 200),
         "graphs": Part(graphs, (20,), 150),
     }
-    usual = {"signal", "dtod", "ipc", "2d", "write"}  # which all other parts take
-    for what, values in WAYS["hip"].items():
+    usual = {"signal", "dtod", "ipc", "2d", "write"}  # defaults, which all other parts use
+    for axis, values in WAYS["hip"].items():
         for value in sorted(values.keys() - usual):
-            # To load a kernel may wait for those that run, and some of these wait for peers.
+            # Loading a kernel may wait for running kernels, and some of them wait for peers.
             eager = {"CUDA_MODULE_LOADING": "EAGER"} if value == "kernel" else {}
-            env = {"FICCO_HIP": f"{what}={value}", **eager}
-            found[f"FICCO_HIP={what}={value}"] = Part(exactly, (gathers[::7],), env=env)
-    return found
+            env = {"FICCO_HIP": f"{axis}={value}", **eager}
+            by_name[f"FICCO_HIP={axis}={value}"] = Part(exactly, (gathers[::7],), env=env)
+    return by_name
 
 
 def wheel() -> Path:
     """The folder of hip-python for this Python."""
     folder = HERE.parent / "build" / "hip-python"
-    for found in (folder / f"cp{sys.version_info[0]}{sys.version_info[1]}", folder / "10"):
-        if (found / "hip").exists():
-            return found
+    for candidate in (folder / f"cp{sys.version_info[0]}{sys.version_info[1]}", folder / "10"):
+        if (candidate / "hip").exists():
+            return candidate
     raise SystemExit(
         f"no hip-python in {folder}: run tests/hip_forward/fetch.sh, and carry it here"
     )
 
 
 def about(world: int) -> str:
-    """What this runs on."""
+    """A line that describes the machine, the software and the command."""
     gpus = min(world, torch.cuda.device_count())
     return (
         f"{TITLE}: {world} ranks on {gpus} x {torch.cuda.get_device_name()}, driver "
@@ -183,19 +183,19 @@ def main() -> int:
     parser.add_argument("--world", type=int, default=torch.cuda.device_count(), help="ranks")
     parser.add_argument("--parts", default="", help="names with commas, FICCO for its variables")
     parser.add_argument("--calls", type=int, default=2000, help="jittered calls")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     env = {hip_ranks.LIBRARY: str(hip_ranks.forward()), hip_ranks.WHEEL: str(wheel())}
-    wanted, failed = tuple(filter(None, given.parts.split(","))), False
-    with (given.out / "hip-on-cuda.txt").open("w") as file:
+    wanted, failed = tuple(filter(None, options.parts.split(","))), False
+    with (options.out / "hip-on-cuda.txt").open("w") as file:
         for out in (file, sys.stdout):
-            print(about(given.world), file=out, flush=True)
-        for name, (fn, args, seconds, more) in parts(given.world, given.calls).items():
+            print(about(options.world), file=out, flush=True)
+        for name, (fn, args, seconds, more) in parts(options.world, options.calls).items():
             if wanted and not name.startswith(wanted):
                 continue
             where: Any = {"env": {**env, **more}, "device": "cuda", "timeout": seconds}
             try:
-                text = f"passed: {hip_ranks.run(given.world, fn, *args, **where)[0]}"
+                text = f"passed: {hip_ranks.run(options.world, fn, *args, **where)[0]}"
             except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:
                 text, failed = f"FAILED: {type(error).__name__}: {error}", True
             for out in (file, sys.stdout):
@@ -204,7 +204,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    import hip_on_cuda  # so that the ranks find its functions under a name of their own
+    import hip_on_cuda  # ranks look its functions up by the name of the module
 
     try:
         status = hip_on_cuda.main()

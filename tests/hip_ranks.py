@@ -1,4 +1,4 @@
-"""Ranks whose HIP library is the double of ``hip_double``, called through the real hip-python."""
+"""Ranks with the HIP double of ``hip_double``, called through the real hip-python."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from ficco.hip_kernels.build import CompilerNotFound, Target
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "hip_double" / "double.cpp"
-#: HIP's library on an NVIDIA GPU, and a driver that stands for the GPU's.
+#: HIP's library on an NVIDIA GPU, and a double of the GPU's driver.
 FORWARD, FAKE_DRIVER = (HERE / "hip_forward" / f"{name}.cpp" for name in ("forward", "fake_driver"))
 #: Folders of the two series of hip-python, by their first number; tests/toolchain.sh fills them.
 WHEELS = HERE.parent / "build" / "hip-python"
 SERIES = ("7", "10")
-#: Where a library and the binding are loaded from, and where the double lies if it is another one.
+#: Variables: paths of the library and of the binding, and of the double if it is another library.
 LIBRARY, WHEEL, DOUBLE = "FICCO_TEST_HIP_LIBRARY", "FICCO_TEST_HIP_WHEEL", "FICCO_TEST_HIP_DOUBLE"
 
 
 @cache
 def compiled(source: Path, name: str, *flags: str) -> Path:
-    """A library of a name, compiled once for its source."""
+    """The compiled library of a source, cached by the source and flags."""
     if shutil.which("g++") is None:
         missing("g++")
     common = ("-std=c++17", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
@@ -49,17 +49,17 @@ def compiled(source: Path, name: str, *flags: str) -> Path:
     text = "\0".join((*common, *named, *flags)).encode() + source.read_bytes()
     digest = hashlib.sha256(text).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"ficco-hip-double-{os.getuid()}-{digest}"
-    made = folder / name
+    path = folder / name
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # who tests beside this process waits
-        if not made.exists():
+        fcntl.flock(lock, fcntl.LOCK_EX)  # concurrent test processes wait
+        if not path.exists():
             part = folder / f"{os.getpid()}.so"
             command = ["g++", *common, *named, str(source), "-o", str(part), *flags]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
-            part.rename(made)
-    return made
+            part.rename(path)
+    return path
 
 
 def library(name: str = "libamdhip64.so") -> Path:
@@ -68,7 +68,7 @@ def library(name: str = "libamdhip64.so") -> Path:
 
 
 def forward() -> Path:
-    """HIP's library on CUDA's driver. Compilers of machines with GPUs may warn of more."""
+    """HIP's library on CUDA's driver. Compilers of machines with GPUs may print more warnings."""
     flags = (f"-I{_cuda_headers()}", "-Wno-error", "-ldl")
     return compiled(FORWARD, "libamdhip64.so", *flags)
 
@@ -82,10 +82,10 @@ def _cuda_headers() -> Path:
     """The folder of ``cuda.h``."""
     nvcc = shutil.which("nvcc")
     homes = [*build._cuda_homes(), *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
-    found = [home / "include" for home in homes if (home / "include" / "cuda.h").exists()]
-    if not found:
+    folders = [home / "include" for home in homes if (home / "include" / "cuda.h").exists()]
+    if not folders:
         missing("cuda.h")
-    return found[0]
+    return folders[0]
 
 
 def wheel(series: str) -> Path:
@@ -98,7 +98,7 @@ def wheel(series: str) -> Path:
 
 @cache
 def compile_kernels() -> None:
-    """Compile them once, into the cache: otherwise all ranks do so at the same time."""
+    """Compile the kernels into the cache, so that the ranks do not all compile them."""
     with contextlib.suppress(BackendError):
         build.compiled(Target("hip", "gfx942"))
 
@@ -112,8 +112,8 @@ def run(
     fresh: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
-    """As :func:`ranks.run`, on ranks with the double and its settings. Those that are not ``fresh``
-    stay for the next test, so that ``fn`` has to close what it opens."""
+    """Run as :func:`ranks.run` on ranks with the double and its settings. Ranks that are not
+    ``fresh`` stay for the next test, so ``fn`` has to close all that it opens."""
     compile_kernels()
     env = {f"HIP_DOUBLE_{name}": str(value) for name, value in (settings or {}).items()}
     env |= kwargs.pop("env", {})
@@ -125,16 +125,16 @@ def run(
 
 
 def on_double(world: int, **how: Any) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of a function of a rank, as :func:`ranks.on_ranks`: it violates nothing and leaks
-    nothing. ``how`` has arguments of :func:`run`; the ranks stay for the next test unless it says
-    otherwise."""
+    """Make a test of a function of a rank, as :func:`ranks.on_ranks`. The test fails on violations
+    of the API and on leaks. ``how`` has arguments of :func:`run`; by default the ranks stay for the
+    next test."""
 
     def test_of(body: Callable[..., None]) -> Any:
         parameters = [*inspect.signature(body).parameters.values()][1:]
 
         @wraps(body)
         def test(**arguments: Any) -> None:
-            values = (arguments[one.name] for one in parameters)
+            values = (arguments[parameter.name] for parameter in parameters)
             where = {"fresh": False, **how}
             run(world, _cleanly, Body(body.__module__, body.__name__), *values, **where)
 
@@ -150,8 +150,8 @@ def _cleanly(at: Rank, fn: Callable[..., None], *args: Any) -> None:
 
 
 def bind(folder: str) -> None:
-    """Let this process import the hip-python of a folder; what the server of ranks has imported of
-    it is here already."""
+    """Let this process import the hip-python of a folder; reuse modules that the server of ranks
+    has imported."""
     sys.path.insert(0, folder)
     if preloaded := sys.modules.get("tests.preloaded"):
         sys.modules.update(preloaded.BINDINGS.get(folder, {}))
@@ -166,7 +166,7 @@ def _with_library(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
 
 
 def compiling(at: Rank, fn: Callable[..., Any], *args: Any) -> Any:
-    """With kernels of any code: the double knows them by their names."""
+    """Call a function with kernels without code: the double knows kernels by their names."""
     import ficco.dma.hip_driver
     import ficco.hip_kernels.launch
 
@@ -187,21 +187,21 @@ def without_compiler(at: Rank, fn: Callable[..., Any], *args: Any) -> Any:
 
 @contextlib.contextmanager
 def asking(ways: str) -> Iterator[None]:
-    """Engines that are made in this block are asked for these ways."""
+    """Engines that are created in this block use the given values of ``FICCO_HIP``."""
     with mock.patch.dict(os.environ, {"FICCO_HIP": ways} if ways else {}):
         yield
 
 
 def double() -> Any:
     """The double of this process, for its settings."""
-    found = ctypes.CDLL(os.environ.get(DOUBLE) or os.environ[LIBRARY])
-    found.double_calls.restype = ctypes.c_long
-    found.double_calls.argtypes = [ctypes.c_char_p]
-    found.double_said.restype = found.double_called.restype = ctypes.c_char_p
-    found.double_fail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-    found.double_jitter.argtypes = [ctypes.c_long]
-    found.double_delay.argtypes = [ctypes.c_void_p, ctypes.c_long]
-    return found
+    library = ctypes.CDLL(os.environ.get(DOUBLE) or os.environ[LIBRARY])
+    library.double_calls.restype = ctypes.c_long
+    library.double_calls.argtypes = [ctypes.c_char_p]
+    library.double_said.restype = library.double_called.restype = ctypes.c_char_p
+    library.double_fail.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    library.double_jitter.argtypes = [ctypes.c_long]
+    library.double_delay.argtypes = [ctypes.c_void_p, ctypes.c_long]
+    return library
 
 
 def calls(name: str) -> int:
@@ -210,16 +210,16 @@ def calls(name: str) -> int:
 
 
 def spotless() -> None:
-    """Fail unless nothing was violated and, once everything is closed, nothing leaks."""
+    """Fail on violations of the API and, once everything is closed, on leaks."""
     ficco.close()
     gc.collect()
-    found = double()
-    violated, leaked = found.double_violations(), found.double_leaks()
-    assert not violated and not leaked, found.double_said().decode()
+    library = double()
+    violated, leaked = library.double_violations(), library.double_leaks()
+    assert not violated and not leaked, library.double_said().decode()
 
 
 @contextlib.contextmanager
 def clean() -> Iterator[None]:
-    """The block violates nothing and, once everything is closed, leaks nothing."""
+    """Fail if the block violates the API or, once everything is closed, leaks."""
     yield
     spotless()

@@ -1,7 +1,7 @@
 """GPU engines whose tensors are on the CPU: on a double of a vendor's library, or on threads.
 
-A stream calls back when the turn of PyTorch's work has come, so that products wait there for what
-they wait for on a GPU.
+A stream calls back when it reaches PyTorch's work, so that products wait for the same operations as
+on a GPU.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ficco.hip_kernels.build import Target
 
 
 class HostTensors:
-    """The part of a driver that is PyTorch's, for tensors on the CPU.
+    """PyTorch's part of a driver, for tensors on the CPU.
 
     Attributes:
-        waits: a call returns when its results are there, as calls on the CPU do. Without it only
-            ``ficco.synchronize`` tells when.
-        error: what went wrong in an operation after it had been enqueued.
+        waits: a call returns when its results are written, as on the CPU. Otherwise callers wait
+            with ``ficco.synchronize``.
+        error: the first error of an operation after it had been enqueued.
         named: streams by name.
     """
 
@@ -42,28 +42,28 @@ class HostTensors:
         super().__init__(device, index)  # type: ignore[call-arg]
         self.waits, self.error = True, None
         self.named: dict[str, Any] = {}
-        self._calls: list[Call] = []  # under way
+        self._calls: list[Call] = []  # in flight
         self._captured: dict[int, Call] = {}  # in graphs
 
-    # What a library on the host does.
+    # The library's part.
 
     def host_call(self, stream: Any, function: Callable[[], None], keep: bool) -> None:
         """Let a stream call a function; ``keep`` if a graph calls it again."""
         raise NotImplementedError
 
     def forget_graphs(self) -> None:
-        """No graph is replayed any more."""
+        """Drop the functions of all graphs."""
 
     def adopt(self, storage: torch.UntypedStorage) -> None:
-        """Memory is a device's from now on."""
+        """Mark memory as a device's."""
 
     def release(self, storage: torch.UntypedStorage) -> None:
-        """It no longer is."""
+        """Unmark memory of :meth:`adopt`."""
 
     def destroy_stream(self, stream: Any) -> None:
-        """Give a stream back."""
+        """Destroy a stream."""
 
-    # In place of PyTorch's part on GPUs.
+    # Replacements of PyTorch's part on GPUs.
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -104,7 +104,7 @@ class HostTensors:
 
     def _serve(self, op: Op, call: Call) -> None:
         try:
-            # Grad and inference mode belong to a thread.
+            # Grad mode and inference mode are thread-local.
             with torch.inference_mode():
                 op(call)
         except BaseException as error:
@@ -134,7 +134,7 @@ class HostTensors:
     # Around a call.
 
     def begin(self, call: Call, captured: bool) -> None:
-        """Take a call's operands into care; those of a captured one for good."""
+        """Adopt a call's operands; operands of a captured call stay adopted."""
         for storage in _storages(call):
             self.adopt(storage)
         if captured:
@@ -143,7 +143,7 @@ class HostTensors:
             self._calls.append(call)
 
     def end(self, call: Call, stream: Any, interrupt: Callable[[], None]) -> None:
-        """Results have to be there when a call returns, unless :attr:`waits` says otherwise."""
+        """Wait for the results of a call if :attr:`waits` is set."""
         if not self.waits or id(call) in self._captured:
             return
         over = self.event()
@@ -153,15 +153,15 @@ class HostTensors:
             while not over.over():
                 interrupt()
                 time.sleep(pause)
-                pause = min(2 * pause, 1e-3)  # queues want the core that this thread looks from
-            interrupt()  # ranks that disagree may be through with their calls
+                pause = min(2 * pause, 1e-3)  # queues need the core of this thread
+            interrupt()  # ranks that disagree may have ended their calls
         finally:
             if hasattr(over, "destroy"):
                 over.destroy()
         self._forget(self._calls.pop())
 
     def _forget(self, call: Call) -> None:
-        """Give the operands back; raises what went wrong in an operation."""
+        """Release the operands; raise the first error of an operation."""
         self._give_back(call)
         if self.error is not None:
             error, self.error = self.error, None
@@ -172,14 +172,14 @@ class HostTensors:
             self.release(storage)
 
     def close(self) -> None:
-        # Those of graphs, and of calls that were broken off.
+        # Operands of graphs and of interrupted calls.
         for call in (*self._captured.values(), *self._calls):
             self._give_back(call)
         self._captured.clear()
         self._calls.clear()
         streams = list(self.named.values())
         self.named.clear()
-        steps = [super().close, *(partial(self.destroy_stream, one) for one in streams)]
+        steps = [super().close, *(partial(self.destroy_stream, stream) for stream in streams)]
         errors = []
         for step in steps:
             try:
@@ -191,16 +191,16 @@ class HostTensors:
 
 
 def _storages(call: Call) -> list[torch.UntypedStorage]:
-    found = [tensor.untyped_storage() for tensor in call.tensors.values()]
-    return [storage for storage in found if storage.nbytes()]
+    storages = [tensor.untyped_storage() for tensor in call.tensors.values()]
+    return [storage for storage in storages if storage.nbytes()]
 
 
 class HostEngine(GpuEngine):
-    """The GPU engine on such a driver."""
+    """The GPU engine on a driver with :class:`HostTensors`."""
 
     _sums_by_kernel = False
     allocate = Engine.allocate  # the device's memory is the host's
-    keeps_made = False  # nothing is there before its stream has come to it
+    keeps_made = False  # values exist only once the stream has computed them
 
     @property
     def work(self) -> Any:
@@ -228,15 +228,15 @@ class HostEngine(GpuEngine):
         return contextlib.nullcontext()
 
     def close(self) -> None:
-        self.work.forget_graphs()  # which look into memory that is to be freed
+        self.work.forget_graphs()  # graphs use memory that is freed next
         super().close()
 
 
-# On a double of HIP's library.
+# Engine on a double of HIP's library.
 
 
 def adopter() -> tuple[Callable[[int, int], None], Callable[[int], None]] | None:
-    """How a double is told that host memory is a device's, and no longer; None for a library."""
+    """The double's functions that mark and unmark host memory as a device's; None for a library."""
     try:
         library = ctypes.CDLL("libamdhip64.so")
         adopt, forget = library.double_adopt, library.double_forget
@@ -278,8 +278,8 @@ def _hip_on_host() -> type:
             return HostProducts()
 
         def forget_graphs(self) -> None:
-            kept = [ticket for ticket, (_, keep) in self._waiting.items() if keep]
-            for ticket in kept:
+            captured = [ticket for ticket, (_, keep) in self._waiting.items() if keep]
+            for ticket in captured:
                 del self._waiting[ticket]
 
         def _called(self, ticket: int) -> None:

@@ -1,7 +1,7 @@
-"""The tiled product's Triton kernel on the CPU, by Triton's interpreter, and all that surrounds it.
+"""The tiled product's Triton kernel in Triton's interpreter on the CPU, and its launch code.
 
-The interpreter runs the programs of a launch one after the other. A list whose tiles are cut needs
-an order of its clusters in which those that write parts come before those that add them.
+The interpreter runs the programs of a launch one after the other. In a list whose tiles are cut,
+clusters that write parts must precede the clusters that add them.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def interpreted() -> Any:
 
 
 def _mend() -> None:
-    """What the interpreter of Triton 3.6 cannot do: multiply bfloat16, whose bits it takes for
-    integers, and take a scalar for the end of a range (from NumPy 2.4 on)."""
+    """Patch two defects of Triton 3.6's interpreter: it multiplies the bits of bfloat16 as
+    integers, and from NumPy 2.4 on it refuses a scalar as the end of a range."""
     from triton.runtime import interpreter
 
     interpreter.interpreter_builder.create_dot = _dot
-    usual = interpreter._patch_lang_tensor
+    original = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
-        usual(tensor, scope)
+        original(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
@@ -74,7 +74,7 @@ def _wide(values: Any) -> Any:
 
 
 class InterpretedKernel(TileKernel):
-    """On any device with memory that the host reads; a launch is over when it returns."""
+    """The kernel in the interpreter; memory is the host's, and a launch is over when it returns."""
 
     most = portable.MOST_PRODUCTS
     counts = 1
@@ -97,8 +97,8 @@ class InterpretedKernel(TileKernel):
             values = portable.values(a, b, out, 0) | {"table": table}
 
             def enqueue(stream: Any) -> None:
-                # The interpreter tells a pointer by its tensor. It is made anew: nothing may keep
-                # an engine's memory.
+                # The interpreter takes a tensor as a pointer. Each launch creates it: nothing may
+                # hold an engine's memory.
                 first = (ctypes.c_char * UNIT).from_address(values["b"])
                 pointer = torch.frombuffer(first, dtype=torch.uint8).view(dtype)
                 interpreted()[(tiles.clusters,)](**values | {"b": pointer}, **fixed)
@@ -109,7 +109,7 @@ class InterpretedKernel(TileKernel):
 
 
 class HostProducts(TiledProducts):
-    """Products in the host's memory, by one processor unless said otherwise."""
+    """Products in the host's memory, by default on one processor."""
 
     def __init__(self, processors: int = 1) -> None:
         super().__init__(torch.device("cpu"), processors, InterpretedKernel())
@@ -118,7 +118,7 @@ class HostProducts(TiledProducts):
 
 
 def parts_first(tiles: TileList) -> TileList:
-    """The list with its clusters in an order in which no part comes after its owner. There is one
-    unless a cluster both owns a tile and has a part of a later one."""
+    """The list with clusters reordered so that no part comes after its owner. Such an order exists
+    unless a cluster both owns a tile and has a part of a later tile."""
     owns = (tiles.items[:, :, 7] > 0).any(0)
     return replace(tiles, items=np.ascontiguousarray(tiles.items[:, np.argsort(owns)]))

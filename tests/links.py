@@ -1,4 +1,4 @@
-"""Machines whose copies move at another rate, or with another latency."""
+"""Machines with another copy rate or latency."""
 
 from __future__ import annotations
 

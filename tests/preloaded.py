@@ -1,7 +1,6 @@
-"""What the server of ranks does once for all of them, besides importing modules: it reads the
-machines that ship, in which every new group of a rank looks for its host, asks AMD's compiler for
-its version, and imports both series of hip-python. In the end it takes all of this out of sight of
-its forks' collectors, which would copy it by reading it."""
+"""Preparation of the server of ranks, besides imports. It reads the shipped machines for new
+groups, queries the version of AMD's compiler, and imports both series of hip-python. At the end it
+freezes all objects, so that garbage collection in its forks does not copy their pages."""
 
 import contextlib
 import gc
@@ -13,12 +12,12 @@ from types import ModuleType
 from ficco.hip_kernels import build
 from ficco.machine import Fingerprint, nearest
 
-#: The modules of each series, by its folder. They have the same names, and a rank takes one's.
+#: Modules of each series by folder. Both series use the same names; a rank uses one series.
 BINDINGS: dict[str, dict[str, ModuleType]] = {}
 
 
 def _binding(folder: Path) -> dict[str, ModuleType]:
-    """Import a series; afterwards its names are free again."""
+    """Import a series and remove its names from ``sys.modules``."""
     sys.path.insert(0, str(folder))
     with contextlib.suppress(ImportError):
         importlib.import_module("hip")

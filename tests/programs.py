@@ -1,8 +1,8 @@
-"""Programs that run as by ``python program.py``, without the seconds that importing torch takes.
+"""Programs that run like ``python program.py``, without the seconds of importing torch.
 
 A server imports torch and ficco once. A program is a fork of it, which runs the text as its own
 ``__main__`` and then ends as any interpreter does: with its exit handlers, its threads joined and
-its modules torn down. So what a process leaves behind, and how it ends, can be tested cheaply.
+its modules torn down. So tests of the end of a process and of its leftovers are cheap.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-#: What the server does; a fork leaves the loop and goes on below it, at the top of ``__main__``.
-#: Lines of JSON: to fork ``[argv, environment, stdout, stderr]``, or to ask for a process's end.
+#: Code of the server; a fork leaves the loop and continues below it, at the top of ``__main__``.
+#: Lines of JSON: ``[argv, environment, stdout, stderr]`` forks, a process id queries its exit code.
 SERVER = """
 import gc, json, os, sys
 import torch, torch.distributed, ficco
@@ -27,9 +27,9 @@ import torch, torch.distributed, ficco
 gc.freeze()
 
 for line in sys.stdin:
-    ask = json.loads(line)
-    if isinstance(ask, int):
-        process, status = os.waitpid(ask, os.WNOHANG)
+    request = json.loads(line)
+    if isinstance(request, int):
+        process, status = os.waitpid(request, os.WNOHANG)
         print(json.dumps(os.waitstatus_to_exitcode(status) if process else None), flush=True)
         continue
     process = os.fork()
@@ -38,12 +38,12 @@ for line in sys.stdin:
     print(process, flush=True)
 else:
     os._exit(0)
-for number, path in enumerate((os.devnull, *ask[2:])):
+for number, path in enumerate((os.devnull, *request[2:])):
     file = os.open(path, os.O_RDWR | os.O_CREAT)
     os.dup2(file, number)
     os.close(file)
-sys.argv = ask[0]
-os.environ.update(ask[1])
+sys.argv = request[0]
+os.environ.update(request[1])
 with open(sys.argv[0]) as file:
     text = file.read()
 del line, process, number, path, file
@@ -52,7 +52,7 @@ exec(compile(text, sys.argv[0], "exec"))
 
 
 class Ended(NamedTuple):
-    """How a program ended; a signal is a negative exit code."""
+    """Exit code and output of a program; the code of a signal is negative."""
 
     code: int
     out: str
@@ -60,7 +60,7 @@ class Ended(NamedTuple):
 
 
 class Program:
-    """One that was started; what it prints goes to files in ``folder``."""
+    """A running program, with its output in files of ``folder``."""
 
     def __init__(
         self, folder: Path, name: str, text: str, args: Sequence[str], env: Mapping[str, str]
@@ -69,17 +69,17 @@ class Program:
         path = folder / f"{name}.py"
         path.write_text(text)
         argv = [str(path), *args]
-        self.process = int(_asked([argv, dict(env), str(self.out), str(self.err)]))
+        self.process = int(_answer([argv, dict(env), str(self.out), str(self.err)]))
         self.code: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code, once it has ended."""
+        """The exit code, or None while the program runs."""
         if self.code is None:
-            self.code = json.loads(_asked(self.process))
+            self.code = json.loads(_answer(self.process))
         return self.code
 
     def end(self, deadline: float) -> Ended:
-        """How it ended; ``TimeoutError`` if it had not by then, on the monotonic clock."""
+        """Wait for the end; ``TimeoutError`` at the deadline, on the monotonic clock."""
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"still running:\n{self.out.read_text()}{self.err.read_text()}")
@@ -87,7 +87,7 @@ class Program:
         return Ended(code, self.out.read_text(), self.err.read_text())
 
     def kill(self) -> None:
-        """End it, if it has not ended."""
+        """Kill the program unless it has ended."""
         if self.poll() is None:
             os.kill(self.process, signal.SIGKILL)
             self.end(time.monotonic() + 10)
@@ -112,14 +112,14 @@ def _server() -> subprocess.Popen[str]:
     return _servers[0]
 
 
-def _asked(ask: object) -> str:
+def _answer(request: object) -> str:
     server = _server()
     assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps(ask) + "\n")
+    server.stdin.write(json.dumps(request) + "\n")
     server.stdin.flush()
-    answer = server.stdout.readline()
-    assert answer, f"the server of programs ended with {server.wait(10)}"
-    return answer
+    line = server.stdout.readline()
+    assert line, f"the server of programs ended with {server.wait(10)}"
+    return line
 
 
 def close() -> None:

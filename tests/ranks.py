@@ -1,12 +1,12 @@
-"""Functions on the ranks of a process group, in worker processes that tests share.
+"""Run functions on the ranks of a process group, in worker processes that tests share.
 
     results = run(4, function, argument, device="cpu")
 
-calls ``function(at, argument)`` on four ranks and returns what each returned; ``at`` is the
+calls ``function(at, argument)`` on four ranks and returns the result of each; ``at`` is the
 :class:`Rank`. The function must be at the top of a module, so that it can be pickled. The workers
 of a world stay for the next test, since starting them costs seconds. With ``fresh=True`` a call
-has its own processes, which may die: nobody kills the survivors or restarts the dead, and each
-rank hands its outcome to a parent that only waits.
+has its own processes, which may die. Survivors are not killed and dead processes are not restarted;
+each rank sends its outcome to a parent that only waits.
 
 A call that takes too long fails with the Python stacks of the ranks that are stuck.
 """
@@ -43,31 +43,31 @@ import pytest
 import torch
 import torch.distributed as dist
 
-#: The server imports once what all tests need; a rank is a fork of it and starts in milliseconds.
-#: It never uses a device, so that its forks can.
+#: The server imports the modules of all tests once; a rank is a fork of it and starts in
+#: milliseconds. The server never uses a device, so that its forks can.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch.distributed._symmetric_memory"),
         *("torch.distributed.tensor.parallel", "ficco", "pytest", "hypothesis"),
-        # Where PyTorch has GPUs, this initializes them, and no fork can use one.
+        # In a PyTorch for GPUs this module initializes them, so that no fork could use a GPU.
         *(() if torch.backends.cuda.is_built() else ("torch._inductor.compile_fx",)),
         "datasets",  # of torchtitan, in the environment of clients
-        "tests.preloaded",  # found where tests start in the root of the project, or left out
+        "tests.preloaded",  # ignored unless tests start in the root of the project
     ]
 )
 
-#: Left out by ``make quick``.
+#: Tests that ``make quick`` skips.
 SLOW = pytest.mark.slow
 
-#: Ranks that may share a GPU. With more than one, tests of large groups run on few GPUs and prove
-#: what is computed, nothing about time. Their group is gloo's: NCCL wants a GPU for each rank.
+#: Ranks that may share a GPU. With more than one, tests of large groups run on few GPUs and check
+#: results, not times. Their group is gloo's: NCCL needs a GPU for each rank.
 RANKS_PER_GPU = int(os.environ.get("FICCO_TESTS_RANKS_PER_GPU", "1"))
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a function runs."""
+    """The rank, group size and device of a running function."""
 
     rank: int
     world: int
@@ -93,21 +93,21 @@ class Escaped(Failure):
 
 @dataclass(frozen=True)
 class Died:
-    """A rank that ended without an answer, and what it had printed."""
+    """A rank that ended without an answer, and its output."""
 
     exitcode: int | None
     output: str
 
 
 def ranks(*worlds: int) -> pytest.MarkDecorator:
-    """Run a test once for each world, its argument ``world``; ``make quick`` takes two ranks."""
+    """Run a test for each size ``world`` of a group; ``make quick`` runs those of two ranks."""
     params = [pytest.param(world, marks=() if world == 2 else SLOW) for world in worlds]
     return pytest.mark.parametrize("world", params)
 
 
 def since(release: str, lacks: str) -> pytest.MarkDecorator:
-    """Skip a test on a PyTorch older than the oldest on which it was seen to pass; say what that
-    PyTorch lacks itself."""
+    """Skip a test on a PyTorch older than ``release``, the oldest that passed it. ``lacks`` is the
+    reason: a missing feature of PyTorch."""
     have = tuple(int(part) for part in torch.__version__.split(".")[:2])
     older = have < tuple(map(int, release.split(".")))
     return pytest.mark.skipif(older, reason=f"PyTorch {torch.__version__} {lacks}")
@@ -126,24 +126,24 @@ def most_gpu_ranks() -> int:
 
 
 def wider(world: int = 4) -> int:
-    """So many ranks if the GPUs have room for them, else two."""
+    """The size ``world`` if the GPUs can take as many ranks, else two."""
     return world if most_gpu_ranks() >= world else 2
 
 
 def backend_on_gpus(world: int) -> str:
-    """Of the group that so many ranks on this machine's GPUs have."""
+    """Backend of a group of ``world`` ranks on this machine's GPUs."""
     return "nccl" if torch.cuda.device_count() >= world else "gloo"
 
 
 def serves_tiled(device: str) -> bool:
-    """Whether the engine of ranks on such a device has products of all sizes that wait inside."""
+    """Whether the engine of this type of device serves tiled products of all sizes."""
     return device == "cpu" and _around is None
 
 
 @cache
 def on_hopper() -> bool:
-    """Whether all GPUs can have the kernel whose tiles wait. Asked of another process: this must
-    not use GPUs, so that ranks can be its forks."""
+    """Whether all GPUs are Hopper, which has the kernel of tiled products. Another process queries
+    them: this process must not use GPUs, since ranks are its forks."""
     if (program := shutil.which("nvidia-smi")) is None:
         return False
     command = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
@@ -151,7 +151,7 @@ def on_hopper() -> bool:
 
 
 def need_own_gpus(world: int) -> None:
-    """Skip a test that needs NCCL, times, or a device's memory, where ranks share GPUs."""
+    """Skip a test of NCCL, of times or of a device's memory where ranks share GPUs."""
     if torch.cuda.device_count() < world:
         pytest.skip("each rank needs a GPU of its own, for NCCL, times or the device's memory")
 
@@ -175,11 +175,11 @@ def run(
             GPUs); ``backend`` overrides.
         catch: return an :class:`Escaped` or :class:`Died` in place of a missing result; otherwise
             any of them fails the test.
-        fresh: use processes of their own.
-        lost: ranks of a fresh call that need not answer; what is left of them is killed at the end.
-        env: environment of the processes; those of one stay for the next test of the same.
+        fresh: use new processes for this call only.
+        lost: ranks of a fresh call that need not answer; those still running are killed at the end.
+        env: environment of the processes; they stay for the next test with the same environment.
         timeout: seconds after which the call fails; by default 100, since machines are busy, and
-            the first call of a pool on GPUs also brings up the vendor's libraries.
+            the first call of a pool on GPUs also initializes the vendor's libraries.
     """
     assert fresh or not lost, "only fresh processes can die"
     env = env or {}
@@ -188,30 +188,30 @@ def run(
         pytest.skip(f"needs {world} GPUs")
     if device == "cpu" and _around is not None:
         fn, env = partial(_around[0], fn), {**_around[1], **env}
-    usual = backend_on_gpus(world) if device == "cuda" else "gloo"
-    where = world, device, backend or usual
-    key = *where, tuple(sorted(env.items()))
+    default_backend = backend_on_gpus(world) if device == "cuda" else "gloo"
+    group_key = world, device, backend or default_backend
+    key = *group_key, tuple(sorted(env.items()))
     if fresh:
-        pool = _Pool(*where, env)
+        pool = _Pool(*group_key, env)
     else:
-        pool = _pools.get(key) or _pools.setdefault(key, _Pool(*where, env))
+        pool = _pools.get(key) or _pools.setdefault(key, _Pool(*group_key, env))
     _used.add(world)
     try:
         results = pool.run(fn, args, lost, timeout)
     except BaseException:
         _drop(pool)
         raise
-    whole = all(not isinstance(result, Escaped | Died) for result in results)
-    if fresh or not whole:
+    all_answered = all(not isinstance(result, Escaped | Died) for result in results)
+    if fresh or not all_answered:
         _drop(pool)
-    if not whole and not catch:
+    if not all_answered and not catch:
         pytest.fail(_report(results), pytrace=False)
     return results
 
 
 @dataclass(frozen=True)
 class Body:
-    """The function of a rank that a test of :func:`on_ranks` calls, found by the test's name."""
+    """The function of a rank in a test of :func:`on_ranks`, looked up by the test's name."""
 
     module: str
     name: str
@@ -221,9 +221,9 @@ class Body:
 
 
 def on_ranks(world: int | None = None, **how: Any) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of a function of a rank ``at``, which has to return on all ranks of a world; by
-    default the world is the test's argument ``world``. Other arguments of the function are those of
-    the test, and ``how`` has arguments of :func:`run`."""
+    """Make a test of a function of a rank ``at``, which has to return on all ranks of a world. The
+    default world is the test's argument ``world``. The function's other arguments are the test's;
+    ``how`` has arguments of :func:`run`."""
 
     def test_of(body: Callable[..., None]) -> Any:
         names = [*inspect.signature(body).parameters][1:]
@@ -233,9 +233,9 @@ def on_ranks(world: int | None = None, **how: Any) -> Callable[[Callable[..., No
             values = (arguments[name] for name in names)
             run(count, Body(body.__module__, body.__name__), *values, device=device, **how)
 
-        every = dict.fromkeys(("device", *(() if world else ("world",)), *names))
+        parameters = dict.fromkeys(("device", *(() if world else ("world",)), *names))
         kind = inspect.Parameter.KEYWORD_ONLY
-        signature = inspect.Signature([inspect.Parameter(name, kind) for name in every])
+        signature = inspect.Signature([inspect.Parameter(name, kind) for name in parameters])
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(test, name, getattr(body, name))
         vars(test).update(body=body, __signature__=signature)
@@ -246,10 +246,10 @@ def on_ranks(world: int | None = None, **how: Any) -> Callable[[Callable[..., No
 
 @contextlib.contextmanager
 def around(fn: Callable[..., Any], env: Mapping[str, str]) -> Iterator[None]:
-    """In this block ranks on CPUs have an environment, and ``fn(called, at, *args)`` is called in
-    place of ``called(at, *args)``: tests written for one engine run on another."""
+    """In this block ranks on CPUs have the environment ``env``, and ``fn(called, at, *args)``
+    replaces ``called(at, *args)``: tests that were written for one engine run on another."""
     global _around
-    close()  # others have not got the environment
+    close()  # running workers lack the environment
     _around = fn, env
     try:
         yield
@@ -259,12 +259,12 @@ def around(fn: Callable[..., Any], env: Mapping[str, str]) -> Iterator[None]:
 
 
 def start_server() -> None:
-    """Start the process that ranks are forks of, those of :func:`ficco.tools.launch.launch` too."""
+    """Start the server, whose forks are ranks, including those of ``ficco.tools.launch.launch``."""
     forkserver.ensure_running()
 
 
 def close() -> None:
-    """End all workers, gently first."""
+    """End all workers; kill those that do not end by themselves."""
     for pool in list(_pools.values()):
         pool.close()
     _pools.clear()
@@ -300,18 +300,18 @@ class _Pool:
         if gpus < world:
             settings["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         for rank in range(world):
-            ours, theirs = _context.Pipe()
+            parent_end, worker_end = _context.Pipe()
             at = Rank(rank, world, torch.device(device, rank % gpus))
             process = _context.Process(
                 target=_serve,
-                args=(at, backend, theirs),
+                args=(at, backend, worker_end),
                 kwargs={"log": str(self.logs[rank]), "env": settings},
                 name=f"rank{rank}",
                 daemon=True,
             )
             process.start()
-            theirs.close()
-            self.pipes.append(ours)
+            worker_end.close()
+            self.pipes.append(parent_end)
             self.processes.append(process)
         # Rank 0 hosts the store on a port that the system picks.
         port = self._answers([0], 240.0)[0]
@@ -326,7 +326,7 @@ class _Pool:
     ) -> list[Any]:
         task = pickle.dumps((fn, args))
         for pipe in self.pipes:
-            # A process that is gone shows as Died below.
+            # A process that has ended becomes Died below.
             with contextlib.suppress(BrokenPipeError):
                 pipe.send((task, sys.path))
         expected = [rank for rank in range(len(self.pipes)) if rank not in lost]
@@ -341,7 +341,7 @@ class _Pool:
         return [answers[rank] for rank in range(len(self.pipes))]
 
     def _answers(self, expected: list[int], timeout: float) -> dict[int, Any]:
-        """What the ranks answer, or :class:`Died`; a rank that is late is left out."""
+        """Answers of the ranks, or :class:`Died`; a rank without an answer in time has no entry."""
         deadline = time.monotonic() + timeout
         answers: dict[int, Any] = {}
         while missing := {self.pipes[rank]: rank for rank in expected if rank not in answers}:
@@ -379,8 +379,8 @@ class _Pool:
 
     def kill(self) -> None:
         for process in self.processes:
-            process.kill()  # also ends one that was stopped
-            process.join(240.0)  # told by the server, which may have other processes to make first
+            process.kill()  # also ends a stopped process
+            process.join(240.0)  # the server reports the end, perhaps after other forks
             process.close()
         for pipe in self.pipes:
             pipe.close()
@@ -427,7 +427,7 @@ def _serve(at: Rank, backend: str, pipe: Connection, log: str, env: Mapping[str,
         timeout=patience,
         device_id=device_id,
     )
-    # Whoever started the tests in the background may have had it ignored.
+    # A shell that runs tests in the background may ignore the signal in its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         try:
@@ -437,7 +437,7 @@ def _serve(at: Rank, backend: str, pipe: Connection, log: str, env: Mapping[str,
         if message is None:
             break
         pipe.send(_answer(at, *message))
-    # A worker ends by os._exit, which skips what an interpreter does at its end.
+    # A worker ends by os._exit, which skips exit handlers.
     if "ficco" in sys.modules:
         sys.modules["ficco"].close()
     if dist.is_initialized():
@@ -456,7 +456,7 @@ def _answer(at: Rank, task: bytes, path: list[str]) -> Any:
 
 
 def leave(*groups: Any) -> None:
-    """End groups; on GPUs, once all calls are over."""
+    """Destroy groups; on GPUs, once all calls are over."""
     import ficco
 
     if torch.cuda.is_initialized():
@@ -468,7 +468,7 @@ def leave(*groups: Any) -> None:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often this rank runs ficco's operators, in backwards and compiled code, too."""
+    """Count this rank's runs of ficco's operators, also in backwards and compiled code."""
     from ficco.nn import functional
     from ficco.ops import gradients, library, operators
 
@@ -485,7 +485,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def failure(error: BaseException, kind: type[Failure] = Failure) -> Failure:
-    """An exception as data, whatever its constructor needs."""
+    """An exception as data, since not every exception can be pickled."""
     return kind(
         type(error).__name__,
         str(error),
@@ -495,7 +495,7 @@ def failure(error: BaseException, kind: type[Failure] = Failure) -> Failure:
 
 
 def caught(fn: Callable[[], Any]) -> Any:
-    """The :class:`Failure` of a call on this rank, or what it returned."""
+    """The :class:`Failure` of a call on this rank, or its result."""
     try:
         return fn()
     except Exception as error:
@@ -503,9 +503,9 @@ def caught(fn: Callable[[], Any]) -> Any:
 
 
 def gave_up(outcome: Any) -> list[dict[str, Any]]:
-    """The facts of the waits for a lost rank, of what a survivor got: its own ``SignalTimeout``, or
-    the ``PeerFailed`` that tells of those of other ranks. Which of both it gets depends on the pace
-    of the machine."""
+    """Facts of the waits for a lost rank from a survivor's error. Depending on the pace of the
+    machine the error is the survivor's own ``SignalTimeout``, or a ``PeerFailed`` with the timeouts
+    of other ranks."""
     assert isinstance(outcome, Failure), outcome
     assert outcome.type in ("SignalTimeout", "PeerFailed"), outcome
     if outcome.type == "SignalTimeout":
@@ -513,16 +513,16 @@ def gave_up(outcome: Any) -> list[dict[str, Any]]:
     else:
         timeouts = outcome.fields["timeouts"]
         facts = [timeout.facts for timeout in timeouts.values()]
-        assert [one["rank"] for one in facts] == list(timeouts) == list(outcome.fields["reasons"])
+        assert [fact["rank"] for fact in facts] == list(timeouts) == list(outcome.fields["reasons"])
         assert facts, outcome
-    for one in facts:
-        peer = "a peer" if one["peer"] is None else f"rank {one['peer']}"
-        ended = "has ended" if one["ended"] else "timeout_s"
-        waited = f"{one['operator']}: rank {one['rank']} waited {one['seconds']:.1f} s for {peer}"
-        words = [waited, ended]
-        assert one["step"] in outcome.text or repr(one["step"]) in outcome.text, outcome.text
-        if one["schedule"] not in ("none", "none yet"):
-            words.append(f"of schedule '{one['schedule']}'")
+    for fact in facts:
+        peer = "a peer" if fact["peer"] is None else f"rank {fact['peer']}"
+        ended = "has ended" if fact["ended"] else "timeout_s"
+        seconds = f"{fact['seconds']:.1f} s"
+        words = [f"{fact['operator']}: rank {fact['rank']} waited {seconds} for {peer}", ended]
+        assert fact["step"] in outcome.text or repr(fact["step"]) in outcome.text, outcome.text
+        if fact["schedule"] not in ("none", "none yet"):
+            words.append(f"of schedule '{fact['schedule']}'")
         for word in words:
             assert word in outcome.text, (word, outcome.text)
     assert outcome.text.count("ficco.close(group)") == 1, outcome.text

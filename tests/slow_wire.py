@@ -1,7 +1,7 @@
 """Hosts on one machine behind a wire with a rate and a delay, where the kernel has no ``tc netem``.
 
-Each host is a network namespace with a tun device. A thread of this process reads what they send
-and writes it to its receiver: so many bytes a second leave each host, and arrive so much later.
+Each host is a network namespace with a tun device. A thread of this process reads their packets and
+writes each to its receiver, at a limited rate for each host and after a delay.
 Needs root, ``ip`` and ``/dev/net/tun``.
 """
 
@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 1, 0x1000
 #: From linux/sched.h, for setns.
 CLONE_NEWNET = 0x40000000
-#: Bytes of a packet. Large ones, since each costs this process some 20 us.
+#: Bytes of a packet. Packets are large because each costs this process some 20 us.
 MTU = 60_000
 
 
@@ -32,7 +32,7 @@ def sh(command: str) -> None:
 
 
 def usable() -> bool:
-    """Whether this process may make such a wire."""
+    """Whether this process may create the wire."""
     return os.geteuid() == 0 and os.access("/dev/net/tun", os.W_OK)
 
 
@@ -47,8 +47,8 @@ def namespace(name: str) -> Iterator[str]:
 
 
 def enter(name: str) -> None:
-    """Connections that this thread makes from now on, and threads that it starts, are those of a
-    namespace."""
+    """Move this thread to a namespace, with the connections and threads that it starts from now
+    on."""
     with open(f"/run/netns/{name}") as file:
         if ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET):
             raise OSError(f"setns: no namespace {name} for this process")
@@ -56,15 +56,15 @@ def enter(name: str) -> None:
 
 @contextmanager
 def slow_wire(names: list[str], rate: float, delay: float) -> Iterator[threading.Event]:
-    """A device ``wire`` in each namespace, with the addresses 10.77.0.1, .2, ...; bytes per second
-    and seconds. Gives what cuts it: from then on no packet arrives, and nobody is told."""
+    """A device ``wire`` in each namespace, with the addresses 10.77.0.1, .2, ...; ``rate`` is in
+    bytes per second, ``delay`` in seconds. The event cuts the wire: packets are lost silently."""
     with ExitStack() as stack:
         devices = []
         for number, name in enumerate(names, start=1):
             device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
             stack.callback(os.close, device)
-            asked = struct.pack("16sH14x", name.encode(), IFF_TUN | IFF_NO_PI)
-            fcntl.ioctl(device, TUNSETIFF, asked)
+            request = struct.pack("16sH14x", name.encode(), IFF_TUN | IFF_NO_PI)
+            fcntl.ioctl(device, TUNSETIFF, request)
             sh(f"ip link set {name} netns {name}")
             sh(f"ip -n {name} link set {name} name wire mtu {MTU} txqueuelen 1000")
             sh(f"ip -n {name} addr add 10.77.0.{number}/24 dev wire")
@@ -79,7 +79,7 @@ def slow_wire(names: list[str], rate: float, delay: float) -> Iterator[threading
 
 
 def carry(devices: list[int], rate: float, delay: float, over: threading.Event) -> None:
-    """Packets of each device wait for those before them, then for the delay."""
+    """Carry packets: each waits for earlier packets of its device, then for the delay."""
     free = [0.0] * len(devices)
     under_way: list[deque[tuple[float, int, bytes]]] = [deque() for _ in devices]
     while not over.is_set():

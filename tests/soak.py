@@ -2,11 +2,11 @@
 
     python tests/soak.py --seconds 300 --ranks 2 4 --seed 7
 
-A round opens two groups, draws some cases, and makes calls of them in a drawn order. All ranks draw
-the same calls. How long they sleep, before calls and between the steps of a lane, each draws for
-itself. The number of the latest call begins so high that it soon wraps on the board. On GPUs
-(``--device cuda``) calls are on three streams, lanes sleep in front of calls, and graphs are
-replayed between calls in three orders: as they were captured, reversed, shuffled. With
+A round opens two groups, draws cases, and makes calls of them in a random order. All ranks draw the
+same calls. Each rank draws its own sleeps, before calls and between the steps of a lane. The number
+of the latest call begins near its maximum, so that it soon wraps on the board. On GPUs
+(``--device cuda``) calls are on three streams, lanes sleep before calls, and graphs are replayed
+between calls in three orders: the order of capture, reversed, shuffled. With
 ``FICCO_TESTS_RANKS_PER_GPU=4`` four ranks share a GPU.
 """
 
@@ -51,32 +51,32 @@ from ficco.runtime.workspace import workspace_of, workspaces
 
 #: Cases of a round, and sets of operands of each.
 CASES, VARIANTS = 24, 8
-#: Calls of a round, and results that must outlast the calls that follow them.
+#: Calls of a round, and results that are compared only after later calls.
 CALLS, KEPT = {"cpu": 2000, "cuda": 1000}, {"cpu": 4, "cuda": 64}
-#: Graphs of a round on GPUs, and after how many calls all of them are replayed.
+#: Graphs of a round on GPUs, and calls between replays of all graphs.
 GRAPHS, REPLAYED_EVERY = 4, 20
-#: Shares of calls that a rank begins late and whose steps it delays, and of these steps.
+#: Shares of calls that a rank begins late, of calls with delayed steps, and of their delayed steps.
 LATE, DELAYED, STEPS = 0.05, 0.05, 0.3
-#: The longest sleep in seconds, and the cycles of torch.cuda._sleep that it takes, about.
+#: The longest sleep in seconds, and about as long in cycles of torch.cuda._sleep.
 SLEEP_S, CYCLES = 0.001, 1_800_000
-#: Seconds that a call waits for a peer; and after which a rank that has not made so many calls, or
-#: prepared a case, prints its stacks and ends. A round has no limit of its own: machines are busy.
+#: Seconds that a call waits for a peer. Limit for a rank to finish as many calls or to prepare
+#: a case; then it prints its stacks and ends. Rounds have no limit: machines are busy.
 TIMEOUT_S, STUCK_S, WATCHED_CALLS, ROUND_S = 60.0, 300.0, 64, 86_400.0
 #: Seconds between lines of progress.
 PROGRESS_S = 10.0
-#: A cap on symmetric memory that serves all cases with one slot, and smaller caps, under which
-#: calls run by rings or by columns, or are refused.
+#: A cap on symmetric memory that serves all cases with one slot. Under the smaller caps, calls run
+#: by rings or by columns, or are refused.
 CAP, SMALL_CAPS = 1 << 22, (1 << 11, 1 << 12, 1 << 13)
 #: Share of cases with a cap, of cases with the left operand in symmetric memory, of cases that keep
 #: gathered rows, and of cases with gradients.
 SHARE = 0.3
-#: In counts: calls by their numbers, so that backwards and rounds of experts are some, too.
+#: Key of the number of calls, including calls of backwards and of rounds of experts.
 MADE = "calls"
 
 
 @dataclass(frozen=True)
 class Round:
-    """What ranks are told to do: all follows from the seed and the number of the round."""
+    """Work of the ranks in one round, which follows from the seed and the round's number."""
 
     seed: int
     number: int
@@ -87,7 +87,7 @@ class Round:
 
 
 class Arriving(Subject):
-    """Rows that arrive for the caller, who copies them piece by piece."""
+    """``ficco.arriving``: rows arrive for the caller, who copies them piece by piece."""
 
     name, operands, differentiable = "arriving", ("a_shard",), False
     ways: tuple[dict[str, Any], ...] = (
@@ -107,8 +107,8 @@ class Arriving(Subject):
     def make(self, case: Case, rank: int, iteration: int) -> Tensors:
         return [integers(9, rank, iteration, shape=(case.rows[rank], case.sizes[0]))]
 
-    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
-        return [[torch.cat([shard for (shard,) in every])] for _ in every]
+    def together(self, case: Case, by_rank: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        return [[torch.cat([shard for (shard,) in by_rank])] for _ in by_rank]
 
     def call(self, case: Case, operands: Tensors, constants: Tensors, **where: Any) -> Tensors:
         with ficco.arriving(*operands, rows=case.rows, **case.facts, **where) as arriving:
@@ -118,14 +118,14 @@ class Arriving(Subject):
         return [copied]
 
 
-#: What calls are of, each drawn as often as the others.
-OF: dict[str, Subject] = {**SUBJECTS, "arriving": Arriving()}
+#: Subjects of the calls; all are drawn equally often.
+DRAWN: dict[str, Subject] = {**SUBJECTS, "arriving": Arriving()}
 
 
 @dataclass(frozen=True)
 class SoakCase:
-    """One kind of call of a subject, in a group by its number. The left operand may be in symmetric
-    memory, which may have a cap in bytes; the gathered operand may be kept for gradients."""
+    """One kind of call of a subject, in the group of a number. The left operand may be in symmetric
+    memory, memory may have a cap in bytes, and the gathered operand may be kept for gradients."""
 
     name: str
     case: Case
@@ -136,28 +136,28 @@ class SoakCase:
 
     @property
     def subject(self) -> Subject:
-        return OF[self.name]
+        return DRAWN[self.name]
 
     def call(self, variant: Variant, operands: Tensors, group: Any) -> Tensors:
-        """One call and, where gradients are asked for, its backward: all that they give."""
+        """Results of one call and, if operands need gradients, the gradients."""
         subject, case = self.subject, self.case
         for operand, need in zip(operands, case.needs, strict=False):
             operand.requires_grad_(need)
         with ficco.options(workspace_bytes=self.cap, save_gathered=self.keeps):
-            given = subject.laid_out(case, operands), variant.constants
-            results = subject.call(case, *given, group=group)
-            asked = [number for number, one in enumerate(results) if one.requires_grad]
-            if asked:
-                grads = [variant.grads[number] for number in asked]
-                torch.autograd.backward([results[number] for number in asked], grads)
+            tensors = subject.laid_out(case, operands), variant.constants
+            results = subject.call(case, *tensors, group=group)
+            numbers = [number for number, result in enumerate(results) if result.requires_grad]
+            if numbers:
+                grads = [variant.grads[number] for number in numbers]
+                torch.autograd.backward([results[number] for number in numbers], grads)
         needed = (operand.grad for operand in operands if operand.requires_grad)
-        return [*(one.detach() for one in results), *(one for one in needed if one is not None)]
+        return [*(one.detach() for one in results), *(grad for grad in needed if grad is not None)]
 
 
 @dataclass
 class Variant:
-    """Operands of a call on a rank, gradients of its results, and what it must give: the results,
-    then the gradients of the operands that need them, all of them about of a ``size``."""
+    """Operands of a call on a rank, and gradients of its results. ``wanted``: results, then
+    gradients of the operands that need them. ``size``: the magnitude of gradients."""
 
     operands: Tensors
     constants: Tensors
@@ -167,48 +167,48 @@ class Variant:
 
 
 def draw(chance: random.Random, group: int, world: int, device: str) -> SoakCase:
-    """Any case of a group of so many ranks."""
-    name = chance.choice([*OF])
-    subject = OF[name]
+    """Any case of a group of ``world`` ranks."""
+    name = chance.choice([*DRAWN])
+    subject = DRAWN[name]
     case = subject.case(chance, world, chance.choice(KINDS[:3]), device)
     needs = tuple(chance.random() < 0.5 for _ in subject.operands)
-    asks = subject.differentiable and chance.random() < SHARE
+    differentiates = subject.differentiable and chance.random() < SHARE
     case = case.on(
         schedule=chance.choice(subject.schedules(world, tiled=device == "cpu")),
         dtype=chance.choice(subject.dtypes(device)),
         layout=chance.choice(("", *subject.layouts)),
-        needs=needs if asks else (False,) * len(needs),
+        needs=needs if differentiates else (False,) * len(needs),
     )
     travels = name in OPERATORS and not OPERATORS[name].scatters and case.layout == ""
     symmetric, capped, keeps = (chance.random() < SHARE for _ in range(3))
     cap = chance.choice((CAP, *SMALL_CAPS)) if capped else None
-    return SoakCase(name, case, group, symmetric and travels and not asks, cap, keeps)
+    return SoakCase(name, case, group, symmetric and travels and not differentiates, cap, keeps)
 
 
 def variant(soaked: SoakCase, at: Rank, iteration: int) -> Variant:
     """A variant on the device of a rank of the case's group."""
     subject, case = soaked.subject, soaked.case
-    every, results, grads = reference(subject, case, at.world, iteration)
-    kind, made = (getattr(torch, name) for name in (case.dtype, subject.result(case)))
-    mine = every[at.rank]
-    operands = [one.detach().to(at.device, kind) for one in mine]
+    operands_of, results, grads = reference(subject, case, at.world, iteration)
+    dtype, result_dtype = (getattr(torch, name) for name in (case.dtype, subject.result(case)))
+    own = operands_of[at.rank]
+    operands = [operand.detach().to(at.device, dtype) for operand in own]
     constants = [one.to(at.device) for one in subject.constants(case, at.rank, iteration)]
-    wanted = [one.detach() for one in results[at.rank]]
-    for operand, need in zip(mine, case.needs, strict=True):
+    wanted = [result.detach() for result in results[at.rank]]
+    for operand, need in zip(own, case.needs, strict=True):
         if need:
             wanted.append(torch.zeros_like(operand) if operand.grad is None else operand.grad)
     size = max((root_mean_square(grad) for grad in grads[at.rank]), default=0.0)
-    of_results = [grad.to(at.device, made) for grad in grads[at.rank]]
-    return Variant(operands, constants, of_results, wanted, size)
+    result_grads = [grad.to(at.device, result_dtype) for grad in grads[at.rank]]
+    return Variant(operands, constants, result_grads, wanted, size)
 
 
 @dataclass(eq=False)
 class Kind:
     """A case on a rank, without variants if the rank is not in the group. ``symmetric``: memory of
-    the left operand; a ``graph`` holds a call of ``operands``, which gives ``results``. ``refused``
-    counts calls that did not fit under the cap and were made again without it. A graph is replayed
-    on the ``stream`` that captured it: products that one stream captured share a workspace of
-    cuBLAS, so their graphs may not overlap (pytorch/pytorch#193402)."""
+    the left operand. ``graph``: a captured call of ``operands`` with ``results``, replayed on the
+    ``stream`` that captured it: products that one stream captured share a workspace of cuBLAS, so
+    their graphs may not overlap (pytorch/pytorch#193402). ``refused``: number of calls that did not
+    fit under the cap and were repeated without it."""
 
     case: SoakCase
     group: Any
@@ -221,7 +221,7 @@ class Kind:
     refused: int = 0
 
     def call(self, index: int) -> list[torch.Tensor]:
-        """The results for the operands of a variant, of which a copy is read and then erased."""
+        """Results for a variant. The call reads a copy of the operands, which is then erased."""
         chosen, operands = self.variants[index], self.operands
         if self.graph is not None:
             for operand, new in zip(operands, chosen.operands + chosen.constants, strict=True):
@@ -229,7 +229,7 @@ class Kind:
             self.graph.replay()
             results = [result.clone() for result in self.results]
         else:
-            operands = [one.clone() for one in chosen.operands]
+            operands = [operand.clone() for operand in chosen.operands]
             if self.symmetric is not None:
                 operands[0] = self.symmetric[: len(operands[0])].copy_(operands[0])
             try:
@@ -246,7 +246,7 @@ class Kind:
     def capture(self) -> None:
         first = self.variants[0]
         operands, constants = (
-            [one.clone() for one in some] for some in (first.operands, first.constants)
+            [one.clone() for one in tensors] for tensors in (first.operands, first.constants)
         )
         self.operands = operands + constants
         graph, still = torch.cuda.CUDAGraph(), replace(first, constants=constants)
@@ -256,38 +256,38 @@ class Kind:
 
 
 class Done(NamedTuple):
-    """A call that was made: its number in the round, and the variant."""
+    """A finished call: its number in the round, kind, variant and results."""
 
     number: int
     kind: Kind
     chosen: int
     results: Sequence[torch.Tensor] = ()
 
-    def where(self, at: Rank, given: Round) -> str:
-        what = "replay" if self.kind.graph else "call"
-        place = f"rank {at.rank} of {at.world}, round {given.number}, {what} {self.number}"
+    def where(self, at: Rank, task: Round) -> str:
+        action = "replay" if self.kind.graph else "call"
+        place = f"rank {at.rank} of {at.world}, round {task.number}, {action} {self.number}"
         return f"{place}, variant {self.chosen} of {self.kind.case}"
 
-    def verify(self, at: Rank, given: Round) -> None:
-        """Fail unless all elements are right."""
+    def verify(self, at: Rank, task: Round) -> None:
+        """Fail unless all elements are as expected."""
         chosen, subject = self.kind.variants[self.chosen], self.kind.case.subject
-        for which, (found, right) in enumerate(zip(self.results, chosen.wanted, strict=True)):
-            about = f"{self.where(at, given)}: result {which}"
-            compare(found, right, subject, about, chosen.size)
+        for which, (result, expected) in enumerate(zip(self.results, chosen.wanted, strict=True)):
+            about = f"{self.where(at, task)}: result {which}"
+            compare(result, expected, subject, about, chosen.size)
 
 
-def of_rank(at: Rank, given: Round) -> Counter[str]:
-    """A round on one rank: how many calls it made, by operator and family, and how many replays."""
-    with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"), groups(at, given) as opened:
-        kinds = drawn(at, given, opened)
+def of_rank(at: Rank, task: Round) -> Counter[str]:
+    """Run a round on one rank; count its calls by operator, and its replays."""
+    with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"), groups(at, task) as opened:
+        kinds = drawn(at, task, opened)
         graphs = captured(at, kinds) if at.device.type == "cuda" else []
-        before = sum(one.calls for one in workspaces())
-        with ficco.options(replay=given.number % 2 == 0):
+        before = sum(workspace.calls for workspace in workspaces())
+        with ficco.options(replay=task.number % 2 == 0):
             try:
-                counts = calls(at, given, kinds, graphs)
+                counts = calls(at, task, kinds, graphs)
             except BaseException as error:
-                for one in workspaces():  # or the peers would wait for this rank
-                    one.fail(error)
+                for workspace in workspaces():  # otherwise the peers wait for this rank
+                    workspace.fail(error)
                 raise
             finally:
                 faulthandler.cancel_dump_traceback_later()
@@ -297,15 +297,15 @@ def of_rank(at: Rank, given: Round) -> Counter[str]:
 
 
 @contextmanager
-def groups(at: Rank, given: Round) -> Iterator[list[Any]]:
-    """All ranks, and all but the first (both, of two). Numbers of calls are about to wrap."""
+def groups(at: Rank, task: Round) -> Iterator[list[Any]]:
+    """Groups of all ranks, and of all but the first of more than two; call numbers wrap soon."""
     members = range(at.world > 2, at.world)
     opened = [dist.group.WORLD, dist.new_group([*members])]
-    before_wrap = given.generator("number").randrange(20, 30 + given.calls // 4)
+    before_wrap = task.generator("number").randrange(20, 30 + task.calls // 4)
     for group in opened[: 1 + (at.rank in members)]:
         dist.barrier(group)
         workspace = workspace_of(group, torch.empty(0, device=at.device).device)
-        workspace.board._rings[workspace.board.rank][:] = 0  # what it says of call 0
+        workspace.board._rings[workspace.board.rank][:] = 0  # the entry of call 0
         workspace.calls = NUMBERS - before_wrap
     settle(at)
     yield opened
@@ -317,20 +317,20 @@ def groups(at: Rank, given: Round) -> Iterator[list[Any]]:
 
 
 def settle(at: Rank) -> None:
-    """Wait until all ranks are here, their devices idle."""
+    """Wait for all ranks and for idle devices."""
     if at.device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
 
 
 def watch() -> None:
-    """End this process if it does not come by again."""
+    """End this process unless this function is called again in time."""
     faulthandler.dump_traceback_later(STUCK_S, exit=True)
 
 
-def drawn(at: Rank, given: Round, opened: Sequence[Any]) -> list[Kind]:
-    """The cases of a round, by turns of both groups."""
-    chance, kinds, device = given.generator(), [], at.device.type
+def drawn(at: Rank, task: Round, opened: Sequence[Any]) -> list[Kind]:
+    """The cases of a round, alternately of both groups."""
+    chance, kinds, device = task.generator(), [], at.device.type
     on_gpu = device == "cuda"
     for number in range(CASES):
         watch()
@@ -343,33 +343,33 @@ def drawn(at: Rank, given: Round, opened: Sequence[Any]) -> list[Kind]:
         kinds.append(kind)
         if (rank := at.rank - (at.world - world)) < 0:
             continue
-        first = VARIANTS * (CASES * given.number + number)
-        mine = replace(at, rank=rank, world=world)
-        kind.variants = [variant(case, mine, first + i) for i in range(VARIANTS)]
+        first = VARIANTS * (CASES * task.number + number)
+        member = replace(at, rank=rank, world=world)
+        kind.variants = [variant(case, member, first + i) for i in range(VARIANTS)]
         if case.symmetric:
             a, rows = kind.variants[0].operands[0], case.case.rows
-            most = max(sum(some) if isinstance(some, tuple) else some for some in rows)
+            most = max(sum(each) if isinstance(each, tuple) else each for each in rows)
             how: dict[str, Any] = {"group": kind.group, "device": at.device}
             kind.symmetric = ficco.empty((most, a.shape[1]), dtype=a.dtype, **how)
     return kinds
 
 
 def by_gloo(case: SoakCase) -> bool:
-    """Whether a call may be gloo's, where ranks share GPUs."""
+    """Whether a call may run a collective of gloo, the backend of ranks that share GPUs."""
     return dist.get_backend() == "gloo" and case.case.schedule in ("auto", "serial:collective")
 
 
 def may_spin(case: SoakCase) -> bool:
-    """Whether blocks of a call may wait for peers on a GPU, which serves few of these at once: only
-    eager calls of one group do so here."""
+    """Whether blocks of a call may wait for peers on a GPU. A GPU runs few such blocks at once, so
+    only eager calls of one group use them."""
     return any(part in case.case.schedule for part in ("auto", "-shot", "kernel"))
 
 
 def captured(at: Rank, kinds: Sequence[Kind]) -> list[Kind]:
-    """Graphs of some of the cases that a graph can hold."""
+    """Graphs of the first cases that can be captured."""
 
     def can(case: SoakCase) -> bool:
-        waits = case.subject.traceable(case.case) != case.case  # for counts of other ranks
+        waits = case.subject.traceable(case.case) != case.case  # for counts of peers
         return not (any(case.case.needs) or case.cap or waits or may_spin(case))
 
     graphs = [replace(kind, symmetric=None) for kind in kinds if can(kind.case)][:GRAPHS]
@@ -386,16 +386,16 @@ def captured(at: Rank, kinds: Sequence[Kind]) -> list[Kind]:
     return graphs
 
 
-def calls(at: Rank, given: Round, kinds: Sequence[Kind], graphs: Sequence[Kind]) -> Counter[str]:
-    """Make the calls of a round, out of step with the other ranks, and compare what they give."""
-    chance, local = given.generator("calls"), given.generator(at.rank)
-    jitter = Disturbance(SLEEP_S, seed=given.seed + given.number, verbs=VERBS, share=STEPS)
-    on_gpu, kept, counts = at.device.type == "cuda", deque[Done](), Counter[str]()
+def calls(at: Rank, task: Round, kinds: Sequence[Kind], graphs: Sequence[Kind]) -> Counter[str]:
+    """Make the calls of a round, out of step with the other ranks, and compare their results."""
+    chance, local = task.generator("calls"), task.generator(at.rank)
+    jitter = Disturbance(SLEEP_S, seed=task.seed + task.number, verbs=VERBS, share=STEPS)
+    on_gpu, pending, counts = at.device.type == "cuda", deque[Done](), Counter[str]()
     streams = [torch.cuda.Stream() for _ in range(3)] if on_gpu else []
 
     def make(number: int, which: int, kind: Kind) -> None:
         index = chance.randrange(VARIANTS)
-        if not kind.variants:  # of a group that this rank is not in
+        if not kind.variants:  # this rank is not in the group
             return
         within: Any = nullcontext()
         if on_gpu:
@@ -409,23 +409,23 @@ def calls(at: Rank, given: Round, kinds: Sequence[Kind], graphs: Sequence[Kind])
             if on_gpu:
                 sleep_on_lanes(local, kind, at.device)
             try:
-                kept.append(done._replace(results=kind.call(index)))
+                pending.append(done._replace(results=kind.call(index)))
             except Exception as error:
-                raise RuntimeError(f"{done.where(at, given)}: {error!r}") from error
+                raise RuntimeError(f"{done.where(at, task)}: {error!r}") from error
         counts["replays" if kind.graph else kind.case.name] += 1
         counts["under a small cap"] += kind.case.cap in SMALL_CAPS
 
     def compare(most: int) -> None:
-        if len(kept) <= most:
+        if len(pending) <= most:
             return
         if on_gpu:  # rarely, so that calls are in flight together
             torch.cuda.synchronize()
             most = 0
-        while len(kept) > most:
-            kept.popleft().verify(at, given)
+        while len(pending) > most:
+            pending.popleft().verify(at, task)
 
     settle(at)
-    for number in range(given.calls):
+    for number in range(task.calls):
         if number % WATCHED_CALLS == 0:
             watch()
         make(number, which := chance.randrange(CASES), kinds[which])
@@ -441,10 +441,10 @@ def calls(at: Rank, given: Round, kinds: Sequence[Kind], graphs: Sequence[Kind])
 
 
 def sleep_on_lanes(local: random.Random, kind: Kind, device: torch.device) -> None:
-    """Let some of the streams of a group, and of the caller, sleep in front of the next call."""
+    """Let random streams of a group and of the caller sleep before the next call."""
     engine = workspace_of(kind.group, device).engine
     assert isinstance(engine, GpuEngine)
-    lanes = [torch.cuda.current_stream(), *(one.torch for one in engine._streams[False].values())]
+    lanes = [torch.cuda.current_stream(), *(s.torch for s in engine._streams[False].values())]
     for lane in lanes:
         if local.random() < DELAYED:
             with torch.cuda.stream(lane):
@@ -460,13 +460,13 @@ def parser() -> argparse.ArgumentParser:
     parsed.add_argument("--calls", type=int, help="calls to make, in place of seconds")
     parsed.add_argument("--seed", type=int, help="default: a random one")
     parsed.add_argument("--first", type=int, default=0, help="number of the first round")
-    parsed.add_argument("--ranks", type=int, nargs="+", default=[2], help="of rounds by turns")
+    parsed.add_argument("--ranks", type=int, nargs="+", default=[2], help="of the rounds, in turn")
     parsed.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     return parsed
 
 
 def failure(results: Sequence[Any]) -> str:
-    """The wrong results or, if there is none, the errors of ranks; empty if there are none."""
+    """Text of the wrong results or, without these, of the ranks' errors; empty on success."""
     wrong, rest = [], []
     for rank, result in enumerate(results):
         if isinstance(result, Died):
@@ -475,48 +475,48 @@ def failure(results: Sequence[Any]) -> str:
             wrong.append(result.text)
         elif isinstance(result, Escaped):
             rest.append(f"rank {rank}: {result.traceback}")
-    return "\n".join(wrong or rest)  # others say that this rank failed
+    return "\n".join(wrong or rest)  # the rest follows from a wrong result
 
 
 def main(
     arguments: Sequence[str] | None = None,
     on_rank: Callable[[Rank, Round], Counter[str]] = of_rank,
 ) -> int:
-    """The exit code: 1 after a failure."""
-    asked = parser().parse_args(arguments)
-    seed = secrets.randbelow(10**6) if asked.seed is None else asked.seed
-    seconds = asked.seconds or (300.0 if asked.calls is None else float("inf"))
-    most = float("inf") if asked.calls is None else asked.calls
+    """Run the soak; return the exit code, 1 after a failure."""
+    args = parser().parse_args(arguments)
+    seed = secrets.randbelow(10**6) if args.seed is None else args.seed
+    seconds = args.seconds or (300.0 if args.calls is None else float("inf"))
+    most = float("inf") if args.calls is None else args.calls
     shared = f", {ranks.RANKS_PER_GPU} ranks a GPU" * (ranks.RANKS_PER_GPU > 1)
-    print(f"seed {seed}, ranks {asked.ranks}, {asked.device}{shared}", flush=True)
+    print(f"seed {seed}, ranks {args.ranks}, {args.device}{shared}", flush=True)
     totals: Counter[str] = Counter()
-    number, made, began, told = asked.first, 0, time.monotonic(), 0.0
-    while made < most and time.monotonic() - began < seconds:
-        world = asked.ranks[number % len(asked.ranks)]
-        given = Round(seed, number, int(min(CALLS[asked.device], most - made)))
+    number, total, began, printed_s = args.first, 0, time.monotonic(), 0.0
+    while total < most and time.monotonic() - began < seconds:
+        world = args.ranks[number % len(args.ranks)]
+        task = Round(seed, number, int(min(CALLS[args.device], most - total)))
         again = (
             f"python tests/soak.py --seed {seed} --ranks {world} --first {number} "
-            f"--calls {given.calls} --device {asked.device}"
+            f"--calls {task.calls} --device {args.device}"
         )
-        how: Any = {"device": asked.device, "catch": True, "timeout": ROUND_S}
-        if text := failure(results := ranks.run(world, on_rank, given, **how)):
-            print(f"FAILED with seed {seed} after {made} calls:\n{text}\nto repeat it: {again}")
+        how: Any = {"device": args.device, "catch": True, "timeout": ROUND_S}
+        if text := failure(results := ranks.run(world, on_rank, task, **how)):
+            print(f"FAILED with seed {seed} after {total} calls:\n{text}\nto repeat it: {again}")
             return 1
         totals.update({f"{name}, {world} ranks": n for name, n in results[-1].items()})
-        made, number = made + results[-1][MADE], number + 1  # the last rank is in both groups
-        if (now := time.monotonic() - began) - told > PROGRESS_S:
-            told = now
-            print(f"{made} calls, {number - asked.first} rounds, {now:.0f} s", flush=True)
+        total, number = total + results[-1][MADE], number + 1  # the last rank is in both groups
+        if (now := time.monotonic() - began) - printed_s > PROGRESS_S:
+            printed_s = now
+            print(f"{total} calls, {number - args.first} rounds, {now:.0f} s", flush=True)
     for name, count in sorted(totals.items()):
         print(f"{count:8} {name}")
     spent = time.monotonic() - began
-    print(f"{made} calls, {number - asked.first} rounds, {spent:.0f} s, seed {seed}: no failure")
+    print(f"{total} calls, {number - args.first} rounds, {spent:.0f} s, seed {seed}: no failure")
     return 0
 
 
 if __name__ == "__main__":
     # Ranks look functions up by the name of their module.
-    import conftest  # what it sets in the environment is for ranks, too
+    import conftest  # sets the environment of the ranks, too
     import soak
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,10 +1,10 @@
-"""References of all operators, computed by one process that has the operands of all ranks.
+"""References of all operators, computed in one process from the operands of all ranks.
 
 A :class:`Subject` is an operator of the contract. Its reference is differentiable, so that one
-formula gives the results and the gradients of all ranks. Operands are small whole numbers that
-depend on the iteration, the rank, the row and the column: every sum has one right value in every
-dtype, and a stale, missing or misplaced piece shows. Attention is the exception: it is compared
-with float64, within roundings of its dtype.
+formula gives the results and the gradients of all ranks. Operands are small integers that depend on
+the iteration, the rank, the row and the column: every sum is exact in every dtype, and a stale,
+missing or misplaced piece changes the result. Attention is the exception: it is compared with
+float64, within roundings of its dtype.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ficco.problems.scaling import RECIPES, factor_count
 from ficco.schedules import NAMED
 
 Tensors = list[torch.Tensor]
-#: Wrong elements that a failure names.
+#: Most wrong elements that an error lists.
 SHOWN = 5
 
-#: What ranks have of rows: as many, different numbers and none on some, fewer than pieces, none.
+#: Rows of the ranks: equal, different and zero on some ranks, fewer than pieces, or zero on all.
 KINDS = ("equal", "uneven", "few", "none")
 #: Knobs of schedules of products.
 KNOBS = (
@@ -64,12 +64,12 @@ class Case:
     """One call, the same on every rank.
 
     Attributes:
-        rows: of each rank, or from each rank to each.
-        sizes: the other sizes, in an order of the subject's own.
-        facts: arguments beside operands, group and schedule.
-        layout: how matrices lie: "", or the name of a layout that the subject has.
+        rows: rows of each rank, or from each rank to each rank.
+        sizes: the other sizes, in an order that the subject defines.
+        facts: arguments other than operands, group and schedule.
+        layout: "" for contiguous matrices, or the name of one of the subject's layouts.
         needs: for each operand whether it needs a gradient.
-        recipe: how operands of float8 are scaled.
+        recipe: scaling recipe of float8 operands.
     """
 
     rows: tuple[Any, ...]
@@ -86,7 +86,7 @@ class Case:
 
 
 def integers(most: int, *seed: int, shape: Sequence[int]) -> torch.Tensor:
-    """Whole numbers from -most to most, in float64."""
+    """Integers from -most to most, in float64."""
     mixed = 0
     for part in seed:
         mixed = mixed * 7919 + part + 1
@@ -95,14 +95,14 @@ def integers(most: int, *seed: int, shape: Sequence[int]) -> torch.Tensor:
 
 
 class Subject(ABC):
-    """An operator, and what it has to give.
+    """An operator and its reference.
 
     Attributes:
-        name: of the operator.
+        name: name of the operator.
         operands: names of its operands.
-        roundings: how many roundings of the dtype a result may be off, in the root of the mean
-            square, then a gradient, then either in a wide dtype; none where all sums are exact.
-        layouts: how operands can lie beside contiguous.
+        roundings: tolerance of the root mean square error, in roundings of the dtype: of a result,
+            of a gradient, and of both in a wide dtype. None if all sums are exact.
+        layouts: layouts of operands other than contiguous.
         differentiable: whether its operands have gradients.
     """
 
@@ -114,32 +114,32 @@ class Subject(ABC):
 
     @abstractmethod
     def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
-        """Those that serve it; ``tiled``: also those whose products wait inside."""
+        """Schedules that serve the operator; ``tiled``: also those with tiled products."""
 
     @abstractmethod
     def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
-        """A case with rows of a kind, its sizes drawn."""
+        """A case with rows of a kind and random sizes."""
 
     @abstractmethod
     def make(self, case: Case, rank: int, iteration: int) -> Tensors:
         """The operands of a rank, in float64."""
 
     @abstractmethod
-    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
-        """The results of each rank, of the operands of all."""
+    def together(self, case: Case, by_rank: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        """The results of each rank; ``by_rank``: operands of all ranks."""
 
     def constants(self, case: Case, rank: int, iteration: int) -> Tensors:
-        """Operands of a rank that have no gradient."""
+        """Operands of a rank without gradients."""
         return []
 
     def call(self, case: Case, operands: Tensors, constants: Tensors, **where: Any) -> Tensors:
-        """The call: its results."""
+        """Call the operator; return its results."""
         facts = {"schedule": case.schedule, **case.facts, **where}
-        found = getattr(ficco, self.name)(*operands, *constants, **facts)
-        return list(found) if isinstance(found, tuple) else [found]
+        result = getattr(ficco, self.name)(*operands, *constants, **facts)
+        return list(result) if isinstance(result, tuple) else [result]
 
     def traceable(self, case: Case) -> Case:
-        """A case like it that compilers can trace."""
+        """A similar case that compilers can trace."""
         return case
 
     def laid_out(self, case: Case, operands: Tensors) -> Tensors:
@@ -151,37 +151,37 @@ class Subject(ABC):
         return case.dtype
 
     def dtypes(self, engine: str) -> tuple[str, ...]:
-        """Those of operands on an engine."""
+        """Dtypes of the operands on an engine."""
         return ("float32", "bfloat16", "float16", "float64")[: 4 if engine != "cuda" else 3]
 
 
 def reference(
     subject: Subject, case: Case, world: int, iteration: int
 ) -> tuple[list[Tensors], list[Tensors], list[Tensors]]:
-    """Operands, results, and gradients of the results of all ranks; the operands have theirs."""
-    every = [
+    """All ranks' operands with their gradients, results, and gradients of the results."""
+    operands = [
         [one.requires_grad_(subject.differentiable) for one in subject.make(case, rank, iteration)]
         for rank in range(world)
     ]
-    results = subject.together(case, every, iteration)
+    results = subject.together(case, operands, iteration)
     grads = [
-        [gradient_of(one, rank, iteration, turn) for turn, one in enumerate(some)]
-        for rank, some in enumerate(results)
+        [gradient_of(result, rank, iteration, turn) for turn, result in enumerate(of_rank)]
+        for rank, of_rank in enumerate(results)
     ]
     if not subject.differentiable:
-        return every, results, grads
+        return operands, results, grads
     loss = sum(
-        (one * grad).sum()
-        for own, theirs in zip(results, grads, strict=True)
-        for one, grad in zip(own, theirs, strict=True)
+        (result * grad).sum()
+        for of_rank, rank_grads in zip(results, grads, strict=True)
+        for result, grad in zip(of_rank, rank_grads, strict=True)
     )
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         loss.backward()
-    return every, results, grads
+    return operands, results, grads
 
 
 def gradient_of(result: torch.Tensor, *seed: int) -> torch.Tensor:
-    """Whole numbers that depend on the rank and the place."""
+    """Integers from -1 to 1 that depend on the rank and the position."""
     numbers = torch.arange(result.numel(), dtype=torch.float64) + 7 * seed[0] + 3 * sum(seed)
     return ((numbers * 2654435761 % 4294967296) % 3 - 1).view(result.shape)
 
@@ -191,40 +191,40 @@ def root_mean_square(values: torch.Tensor) -> float:
 
 
 def compare(
-    found: torch.Tensor, want: torch.Tensor, subject: Subject, about: str, size: float = 0.0
+    result: torch.Tensor, want: torch.Tensor, subject: Subject, about: str, size: float = 0.0
 ) -> None:
-    """Fail unless shapes are equal and values are, or are as near as the subject asks for."""
-    assert found.shape == want.shape, f"{about}: shape {found.shape}, wanted {want.shape}"
-    wide = found.detach().double().cpu()
+    """Fail unless shapes are equal, and values are equal or within the subject's tolerance."""
+    assert result.shape == want.shape, f"{about}: shape {result.shape}, wanted {want.shape}"
+    wide = result.detach().double().cpu()
     if subject.roundings is None:
-        most = {torch.bfloat16: 256, torch.float16: 2048}.get(found.dtype, 2**24)
+        most = {torch.bfloat16: 256, torch.float16: 2048}.get(result.dtype, 2**24)
         assert not want.numel() or want.abs().max() <= most, f"{about}: the case is not exact"
         wrong = [tuple(place) for place in (wide != want).nonzero()[:SHOWN].tolist()]
-        places = (f"{place}: {found[place]}, wanted {want[place]}" for place in wrong)
+        places = (f"{place}: {result[place]}, wanted {want[place]}" for place in wrong)
         count = int((wide != want).sum())
         assert not wrong, f"{about}: {count} of {want.numel()} are wrong: {'; '.join(places)}"
     elif want.numel():
         error, scale = root_mean_square(wide - want), max(size, root_mean_square(want))
-        which = 2 if found.dtype.itemsize > 2 else size > 0
-        limit = subject.roundings[which] * torch.finfo(found.dtype).eps * scale
+        which = 2 if result.dtype.itemsize > 2 else size > 0
+        limit = subject.roundings[which] * torch.finfo(result.dtype).eps * scale
         assert error <= limit, f"{about}: off by {error}, at most {limit}"
 
 
 def per_rank(kind: str, world: int) -> tuple[int, ...]:
-    """Rows of each rank, of a kind."""
+    """Rows of each rank, for a kind."""
     uneven = (7, 18) if world == 2 else (7, 0, 13, 5)[:world]
     few = tuple(rank % 2 for rank in range(world))
     return {"equal": (24,) * world, "uneven": uneven, "few": few, "none": (0,) * world}[kind]
 
 
 def block(kind: str, rank: int, peer: int) -> int:
-    """Rows from a rank to another, of a kind."""
+    """Rows from a rank to another, for a kind."""
     uneven = (7 * rank + 5 * peer + 3) % 17 * ((rank + 2 * peer) % 4 != 1)
     return {"equal": 12, "uneven": uneven, "few": (rank + peer) % 3, "none": 0}[kind]
 
 
 class Product(Subject):
-    """A product whose rows travel, before it or after it."""
+    """A product whose rows are communicated before it or after it."""
 
     operands = "a", "b"
     layouts = ("leading", "transposed")
@@ -234,7 +234,7 @@ class Product(Subject):
 
     def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
         sums, inner = self.kind.sums, self.kind.inner
-        found = ["auto", "serial:collective", *(TILED if tiled and not inner else ())]
+        supported = ["auto", "serial:collective", *(TILED if tiled and not inner else ())]
         for name, base in NAMED.items():
             for knobs in KNOBS if name != "tiled" else ():
                 beta = "beta" in knobs or base.beta
@@ -247,8 +247,8 @@ class Product(Subject):
                 reads = "pull" in knobs or name == "ring" or base.pull
                 if hosts > 1 and (reads or beta):
                     continue
-                found.append(f"{name}:{knobs}" if knobs else name)
-        return found
+                supported.append(f"{name}:{knobs}" if knobs else name)
+        return supported
 
     def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
         if self.kind.blocks:
@@ -274,20 +274,20 @@ class Product(Subject):
             integers(1, rank, iteration, 1, shape=(inner, n)),
         ]
 
-    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+    def together(self, case: Case, by_rank: Sequence[Tensors], iteration: int) -> list[Tensors]:
         def exchanged(matrices: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
             if not self.kind.blocks:
                 return torch.cat(list(matrices))
             blocks = zip(matrices, case.rows, strict=True)
-            return torch.cat([one.split(list(rows))[rank] for one, rows in blocks])
+            return torch.cat([matrix.split(list(rows))[rank] for matrix, rows in blocks])
 
-        a, b = zip(*every, strict=True)
+        a, b = zip(*by_rank, strict=True)
         ranks = range(len(a))
         if self.kind.inner:
             return [[exchanged(a, rank).t() @ b[rank]] for rank in ranks]
         if not self.kind.scatters:
             return [[exchanged(a, rank) @ b[rank]] for rank in ranks]
-        products = [one @ other for one, other in every]
+        products = [left @ right for left, right in by_rank]
         if self.kind.blocks:
             return [[exchanged(products, rank)] for rank in ranks]
         total = torch.stack(products).sum(0)
@@ -315,13 +315,13 @@ class Float8(Product):
     layouts = ()
 
     def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
-        every = super().schedules(world, hosts)
-        return [one for one in every if "beta" not in one and not one.startswith("ring")]
+        names = super().schedules(world, hosts)
+        return [name for name in names if "beta" not in name and not name.startswith("ring")]
 
     def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
         recipes = [name for name, rules in RECIPES.items() if not rules.needs]
         recipe = "tensor" if engine == "hip" else chance.choice(recipes)
-        if recipe == "block" and engine == "cuda":  # which has multiples of four rows there
+        if recipe == "block" and engine == "cuda":  # needs multiples of four rows
             kind = "equal"
         sizes = 256 if recipe == "block" else chance.choice((16, 48)), chance.choice((16, 48))
         return super().case(chance, world, kind, engine).on(sizes=sizes, recipe=recipe)
@@ -341,24 +341,24 @@ class Float8(Product):
             factors.append(powers.float().t().contiguous().t() if turn == 0 else powers.float())
         return factors
 
-    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+    def together(self, case: Case, by_rank: Sequence[Tensors], iteration: int) -> list[Tensors]:
         wide = []
-        for rank, operands in enumerate(every):
+        for rank, operands in enumerate(by_rank):
             factors = self.constants(case, rank, iteration)
             pairs = zip(operands, factors, strict=True)
-            wide.append([matrix * spread(some, matrix.shape) for matrix, some in pairs])
+            wide.append([matrix * spread(factor, matrix.shape) for matrix, factor in pairs])
         return super().together(case, wide, iteration)
 
     def call(self, case: Case, operands: Tensors, constants: Tensors, **where: Any) -> Tensors:
         a, b = operands
-        of_a, of_b = constants
-        facts = {**case.facts, "scale_a": of_a, "scale_b": of_b, "out_dtype": torch.float32}
+        scale_a, scale_b = constants
+        facts = {**case.facts, "scale_a": scale_a, "scale_b": scale_b, "out_dtype": torch.float32}
         column_major = b.t().contiguous().t()
         return super().call(case.on(facts=facts), [a, column_major], [], **where)
 
 
 def spread(factors: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Factors of blocks, rows, columns or all, element by element."""
+    """Factors of blocks, rows, columns or a tensor, expanded to its elements."""
     wide = factors.double()
     for dim, (size, count) in enumerate(zip(shape, factors.shape, strict=True)):
         share = size if count == 1 else 1 if count == size else 128
@@ -369,9 +369,9 @@ def spread(factors: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 class GatheredToo(Product):
     """``all_gather_matmul`` that returns the gathered rows as well."""
 
-    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
-        whole = torch.cat([a for a, _ in every])
-        return [[*out, whole] for out in super().together(case, every, iteration)]
+    def together(self, case: Case, by_rank: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        whole = torch.cat([a for a, _ in by_rank])
+        return [[*out, whole] for out in super().together(case, by_rank, iteration)]
 
     def call(self, case: Case, operands: Tensors, constants: Tensors, **where: Any) -> Tensors:
         return super().call(case.on(facts={"return_gathered": True}), operands, constants, **where)
@@ -389,17 +389,17 @@ MASKS: tuple[dict[str, Any], ...] = (
 
 
 def attended(facts: dict[str, Any], queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Which keys each query attends to, of positions [queries, 1] and [1, keys]."""
-    seen = torch.ones(len(queries), keys.shape[1], dtype=torch.bool)
+    """Mask of the keys of each query, for positions [queries, 1] and [1, keys]."""
+    mask = torch.ones(len(queries), keys.shape[1], dtype=torch.bool)
     if facts.get("causal"):
-        seen &= keys <= queries
+        mask &= keys <= queries
     if (window := facts.get("window")) is not None:
-        seen &= queries - keys <= window
+        mask &= queries - keys <= window
     if bounds := facts.get("cu_seqlens"):
         ends = torch.tensor(bounds)
-        documents = (torch.bucketize(one, ends, right=True) for one in (queries, keys))
-        seen &= torch.eq(*documents)
-    return seen
+        documents = (torch.bucketize(at, ends, right=True) for at in (queries, keys))
+        mask &= torch.eq(*documents)
+    return mask
 
 
 class GatheredAttention(Subject):
@@ -409,7 +409,7 @@ class GatheredAttention(Subject):
     name = "all_gather_attention"
     operands = "q", "k_shard", "v_shard"
     roundings = 1.5, 3.0, 8.0
-    layouts = ("beside",)
+    layouts = ("interleaved",)
     placements: tuple[str, ...] = ("ranks", "head-tail")
 
     def schedules(self, world: int, hosts: int = 1, tiled: bool = False) -> list[str]:
@@ -444,27 +444,27 @@ class GatheredAttention(Subject):
     def make(self, case: Case, rank: int, iteration: int) -> Tensors:
         rows, batch, heads, kv_heads, size = case.sizes
         generator = torch.Generator().manual_seed(1000 * iteration + rank)
-        # Numbers that every dtype has: where scores are large, rounded operands alone were off by
-        # more than a result may be.
+        # Exact in every dtype: with large scores the rounding of operands alone would exceed the
+        # tolerance.
         return [
-            torch.randn(batch, some, rows, size, generator=generator).bfloat16().double()
-            for some in (heads, kv_heads, kv_heads)
+            torch.randn(batch, count, rows, size, generator=generator).bfloat16().double()
+            for count in (heads, kv_heads, kv_heads)
         ]
 
     def positions(self, case: Case, rank: int) -> torch.Tensor:
-        """Those of a rank's rows in the sequence, in their order."""
+        """Positions of a rank's rows in the sequence, in the order of the rows."""
         world, rows = len(case.rows), case.sizes[0]
         if case.facts.get("placement", "ranks") == "ranks":
             return torch.arange(rank * rows, (rank + 1) * rows)
         chunks = torch.arange(world * rows).view(2 * world, rows // 2)
         return torch.cat([chunks[rank], chunks[2 * world - 1 - rank]])
 
-    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
-        world, (rows, _, heads, kv_heads, size) = len(every), case.sizes
+    def together(self, case: Case, by_rank: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        world, (rows, _, heads, kv_heads, size) = len(by_rank), case.sizes
         order = torch.cat([self.positions(case, rank) for rank in range(world)])
         back = order.argsort()
-        q, k, v = (torch.cat(list(some), 2)[:, :, back] for some in zip(*every, strict=True))
-        k, v = (one.repeat_interleave(heads // kv_heads, 1) for one in (k, v))
+        q, k, v = (torch.cat(list(shards), 2)[:, :, back] for shards in zip(*by_rank, strict=True))
+        k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
         i, j = torch.arange(world * rows)[:, None], torch.arange(world * rows)[None]
         scores = q @ k.transpose(-1, -2) * case.facts.get("scale", size**-0.5)
         scores = scores.masked_fill(~attended(case.facts, i, j), -torch.inf)
@@ -472,13 +472,13 @@ class GatheredAttention(Subject):
         return [[out[:, :, self.positions(case, rank)]] for rank in range(world)]
 
     def laid_out(self, case: Case, operands: Tensors) -> Tensors:
-        if case.layout == "beside":  # heads beside each other, as projections make them
+        if case.layout == "interleaved":  # [batch, rows, heads, size], as from projections
             return [one.transpose(1, 2).contiguous().transpose(1, 2) for one in operands]
         return operands
 
 
 class AttentionByHeads(GatheredAttention):
-    """Attention of all positions, of the own heads."""
+    """Attention over all positions by each rank's heads."""
 
     name = "ulysses_attention"
     operands = "q", "k", "v"
@@ -526,7 +526,7 @@ def by_heads(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 class ProjectionIn(Projections):
-    """Queries, keys and values of all positions, of the own heads."""
+    """Queries, keys and values of all positions for each rank's heads."""
 
     name = "ulysses_project"
     operands = "x", "q_weight", "k_weight", "v_weight"
@@ -534,32 +534,32 @@ class ProjectionIn(Projections):
     def make(self, case: Case, rank: int, iteration: int) -> Tensors:
         rows, batch, heads, kv_heads, size, features = case.sizes
         weights = [
-            integers(1, iteration, turn, shape=(some * size, features))  # alike on all ranks
-            for turn, some in enumerate((heads, kv_heads, kv_heads))
+            integers(1, iteration, turn, shape=(count * size, features))  # equal on all ranks
+            for turn, count in enumerate((heads, kv_heads, kv_heads))
         ]
         return [integers(2, rank, iteration, 9, shape=(batch, rows, features)), *weights]
 
-    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
-        world, (_, _, heads, kv_heads, size, _) = len(every), case.sizes
+    def together(self, case: Case, by_rank: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        world, (_, _, heads, kv_heads, size, _) = len(by_rank), case.sizes
         each = heads // world
-        made = [
-            torch.cat([by_heads(functional.linear(one[0], one[turn]), size) for one in every], 2)
+        projected = [
+            torch.cat([by_heads(functional.linear(one[0], one[turn]), size) for one in by_rank], 2)
             for turn in (1, 2, 3)
         ]
-        found = []
+        results = []
         for rank in range(world):
             own = list(range(rank * each, (rank + 1) * each))
             keys = list(keys_of(rank, world, heads, kv_heads))
-            parts = zip(made, (own, keys, keys), strict=True)
-            found.append([whole[:, some] for whole, some in parts])
-        return found
+            parts = zip(projected, (own, keys, keys), strict=True)
+            results.append([tensor[:, indices] for tensor, indices in parts])
+        return results
 
     def call(self, case: Case, operands: Tensors, constants: Tensors, **where: Any) -> Tensors:
         return super().call(case.on(facts={"size": case.sizes[4]}), operands, constants, **where)
 
 
 class ProjectionOut(Projections):
-    """The own positions of the output, of the heads of all ranks."""
+    """The output of each rank's positions from the heads of all ranks."""
 
     name = "ulysses_output"
     operands = "out", "weight"
@@ -567,21 +567,21 @@ class ProjectionOut(Projections):
     def make(self, case: Case, rank: int, iteration: int) -> Tensors:
         world, (rows, batch, heads, _, size, features) = len(case.rows), case.sizes
         own = batch, heads // world, world * rows, size
-        weight = integers(1, iteration, 5, shape=(features, heads * size))  # alike on all ranks
+        weight = integers(1, iteration, 5, shape=(features, heads * size))  # equal on all ranks
         return [integers(2, rank, iteration, 3, shape=own), weight]
 
-    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
+    def together(self, case: Case, by_rank: Sequence[Tensors], iteration: int) -> list[Tensors]:
         rows = case.sizes[0]
-        whole = torch.cat([one[0] for one in every], 1).transpose(1, 2).flatten(2)
+        heads = torch.cat([one[0] for one in by_rank], 1).transpose(1, 2).flatten(2)
         return [
-            [functional.linear(whole[:, rank * rows : (rank + 1) * rows], weight)]
-            for rank, (_, weight) in enumerate(every)
+            [functional.linear(heads[:, rank * rows : (rank + 1) * rows], weight)]
+            for rank, (_, weight) in enumerate(by_rank)
         ]
 
 
 class Experts(Subject):
-    """A layer of experts, of which each rank has as many; sizes: experts of a rank, experts of a
-    token, k, h, n, and 1 if the activation is gated."""
+    """A layer of experts, split equally among ranks; sizes: experts of a rank, experts of a token,
+    k, h, n, and 1 if the activation is gated."""
 
     name = "experts"
     operands = "tokens", "weights", "up", "down"
@@ -625,19 +625,19 @@ class Experts(Subject):
             integers(1, rank, iteration, 3, shape=(each, h, n)),
         ]
 
-    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
-        up, down = (torch.cat([one[turn] for one in every]) for turn in (2, 3))
-        whole = [[tokens, weights, up, down] for tokens, weights, _, _ in every]
+    def together(self, case: Case, by_rank: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        up, down = (torch.cat([one[turn] for one in by_rank]) for turn in (2, 3))
+        whole = [[tokens, weights, up, down] for tokens, weights, _, _ in by_rank]
         return self.of_all(case, whole, iteration)
 
-    def of_all(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
-        """The results of each rank, of its tokens and of all experts."""
+    def of_all(self, case: Case, by_rank: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        """The results of each rank from its tokens and all experts."""
         again = case.facts.get("on_overflow") == "again"
-        found = []
-        for rank, (tokens, weights, up, down) in enumerate(every):
-            given = Data(tokens, self.indices(case, rank, iteration), weights)
-            found.append([plain(given, up, down, None if again else case.facts["capacity"])])
-        return found
+        results = []
+        for rank, (tokens, weights, up, down) in enumerate(by_rank):
+            data = Data(tokens, self.indices(case, rank, iteration), weights)
+            results.append([plain(data, up, down, None if again else case.facts["capacity"])])
+        return results
 
     def constants(self, case: Case, rank: int, iteration: int) -> Tensors:
         return [self.indices(case, rank, iteration)]
@@ -653,7 +653,7 @@ class Experts(Subject):
 
 
 class ExpertsByColumns(Experts):
-    """The same, where each rank has a part of the hidden columns of every expert."""
+    """A layer of experts whose hidden columns are split among ranks."""
 
     def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
         case = super().case(chance, world, kind, engine)
@@ -664,11 +664,11 @@ class ExpertsByColumns(Experts):
         narrow = case.on(sizes=(each * len(case.rows), top_k, k, 3, n, gated))
         return super().make(narrow, rank, iteration)
 
-    def together(self, case: Case, every: Sequence[Tensors], iteration: int) -> list[Tensors]:
-        halves = [one[2].chunk(1 + case.sizes[5], 2) for one in every]  # gate and up
+    def together(self, case: Case, by_rank: Sequence[Tensors], iteration: int) -> list[Tensors]:
+        halves = [one[2].chunk(1 + case.sizes[5], 2) for one in by_rank]  # gate and up
         up = torch.cat([part for half in zip(*halves, strict=True) for part in half], 2)
-        down = torch.cat([one[3] for one in every], 1)
-        whole = [[tokens, weights, up, down] for tokens, weights, _, _ in every]
+        down = torch.cat([one[3] for one in by_rank], 1)
+        whole = [[tokens, weights, up, down] for tokens, weights, _, _ in by_rank]
         return self.of_all(case, whole, iteration)
 
 
@@ -676,8 +676,8 @@ SUBJECTS: dict[str, Subject] = {
     **{name: Product(name) for name in OPERATORS},
     **{f"{name}, float8": Float8(name) for name, kind in OPERATORS.items() if not kind.inner},
     "all_gather_matmul, gathered": GatheredToo("all_gather_matmul"),
-    **{one.name: one for one in (GatheredAttention(), AttentionByHeads())},
-    **{one.name: one for one in (ProjectionIn(), ProjectionOut(), Experts())},
+    **{subject.name: subject for subject in (GatheredAttention(), AttentionByHeads())},
+    **{subject.name: subject for subject in (ProjectionIn(), ProjectionOut(), Experts())},
     "experts, by columns": ExpertsByColumns(),
 }
 
@@ -685,29 +685,29 @@ SUBJECTS: dict[str, Subject] = {
 def exact(
     at: Rank, subject: Subject, case: Case, iteration: int, group: Any = None, saves: bool = False
 ) -> None:
-    """The results of a call and, where operands need them, its gradients."""
-    every, results, grads = reference(subject, case, at.world, iteration)
-    dtype, made = (getattr(torch, name) for name in (case.dtype, subject.result(case)))
+    """Check the results of a call and the gradients of operands that need them."""
+    operands, wanted, grads = reference(subject, case, at.world, iteration)
+    dtype, result_dtype = (getattr(torch, name) for name in (case.dtype, subject.result(case)))
     about = f"rank {at.rank}, iteration {iteration}, {case}"
-    needs = case.needs or (False,) * len(every[at.rank])
+    needs = case.needs or (False,) * len(operands[at.rank])
     leaves = [
         one.detach().to(at.device, dtype, copy=True).requires_grad_(need)
-        for one, need in zip(every[at.rank], needs, strict=True)
+        for one, need in zip(operands[at.rank], needs, strict=True)
     ]
-    before = [one.detach().clone() for one in leaves]
+    before = [leaf.detach().clone() for leaf in leaves]
     with ficco.options(save_gathered=saves):
-        given = subject.laid_out(case, leaves), constants_of(at, subject, case, iteration)
-        found = subject.call(case, *given, group=group)
-    assert len(found) == len(results[at.rank])
-    for turn, (one, want) in enumerate(zip(found, results[at.rank], strict=True)):
-        assert (one.dtype, one.device.type) == (made, at.device.type), about
-        compare(one, want.detach(), subject, f"{about}: result {turn}")
+        tensors = subject.laid_out(case, leaves), constants_of(at, subject, case, iteration)
+        results = subject.call(case, *tensors, group=group)
+    assert len(results) == len(wanted[at.rank])
+    for turn, (result, want) in enumerate(zip(results, wanted[at.rank], strict=True)):
+        assert (result.dtype, result.device.type) == (result_dtype, at.device.type), about
+        compare(result, want.detach(), subject, f"{about}: result {turn}")
     if any(needs):
-        asked = [one for one in found if one.requires_grad]
-        own = [grad for one, grad in zip(found, grads[at.rank], strict=True) if one.requires_grad]
-        torch.autograd.backward(asked, [grad.to(one) for one, grad in zip(asked, own, strict=True)])
+        roots = [one for one in results if one.requires_grad]
+        own = [grad for one, grad in zip(results, grads[at.rank], strict=True) if one.requires_grad]
+        torch.autograd.backward(roots, [grad.to(one) for one, grad in zip(roots, own, strict=True)])
     size = max((root_mean_square(grad) for grad in grads[at.rank]), default=0.0)
-    for name, leaf, want in zip(subject.operands, leaves, every[at.rank], strict=True):
+    for name, leaf, want in zip(subject.operands, leaves, operands[at.rank], strict=True):
         if not leaf.requires_grad:
             assert leaf.grad is None, f"{about}: {name} has a gradient"
             continue

@@ -1,9 +1,9 @@
 """The HIP engine through the real hip-python, on a strict double of the HIP library.
 
-What is proven here and by ``tests/contract``: every schedule enqueues what its Plan says, in an
-order that is right however queues are delayed; nothing is used before it is allowed, or after;
-errors of any call come out. What is not: memory coherence, copy engines, speed, or anything else of
-a real GPU.
+These tests and ``tests/contract`` show that every schedule enqueues the steps of its Plan, in an
+order that is right under any delay of queues; that no handle or memory is used before it is valid
+or after it is freed; and that an error of any HIP call is raised. They do not show memory
+coherence, copy engines, speed, or any other property of a real GPU.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from ficco.problems.products import Problem
 from ficco.runtime.workspace import SLOTS, workspaces
 from ficco.schedules import Schedule, plans
 
-#: Every schedule of names and knobs that moves bytes by copies.
+#: All combinations of schedule names and knobs that move bytes by copies.
 COPIED = tuple(named(name, knobs) for name in NAMES for knobs in KNOBS if "kernel" not in knobs)
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-#: Calls of the library that copy, and that launch a kernel.
+#: HIP calls that copy and that launch a kernel.
 COPY, LAUNCH = "hipMemcpyDtoDAsync", "hipModuleLaunchKernel"
 
-#: As :func:`hip_ranks.run`, on ranks that stay for the next test.
+#: :func:`hip_ranks.run` on ranks that stay for the next test.
 pooled = partial(run, fresh=False)
 
 
 def engine() -> Any:
-    (found,) = (workspace.engine for workspace in workspaces())
-    assert found.name == "hip"
-    return found
+    (engine,) = (workspace.engine for workspace in workspaces())
+    assert engine.name == "hip"
+    return engine
 
 
 def pointer(stream: Any) -> int:
@@ -79,21 +79,21 @@ def pointer(stream: Any) -> int:
 
 @on_double(2)
 def test_heads_that_share_memory_are_copied(at: Rank) -> None:
-    """No library copies rows that overlap: a head of keys in place of several, gradients alike."""
+    """Expanded keys, values and gradients overlap in memory, and no library copies such rows."""
     q, k, grad = (torch.randn(1, heads, 6, 8) for heads in (4, 1, 1))
-    found = []
-    for form in (torch.Tensor.expand_as, lambda one, q: one.expand_as(q).contiguous()):
+    results = []
+    for form in (torch.Tensor.expand_as, lambda head, q: head.expand_as(q).contiguous()):
         leaf = q.clone().requires_grad_()
         out = ficco.ulysses_attention(leaf, form(k, q), form(k, q))
-        found.append((out, *torch.autograd.grad(out, leaf, form(grad, q))))
-    assert all(map(torch.equal, *found))
+        results.append((out, *torch.autograd.grad(out, leaf, form(grad, q))))
+    assert all(map(torch.equal, *results))
 
 
-@on_double(2, fresh=True, series="7", settings={"JITTER_US": 300})
+@on_double(2, fresh=True, series="7", settings={"JITTER_US": 300}, timeout=300)
 def test_memory_is_freed_while_no_thread_has_a_call_in_flight(at: Rank) -> None:
-    """hip-python 7.2 keeps the interpreter while hipFree waits for the device, so that calls of
-    other threads that are half enqueued would not go on."""
-    ficco.set_options(engine="hip", on_timeout="raise", timeout_s=20)  # of other threads, too
+    """hip-python 7.2 holds the GIL while hipFree waits for the device. Half-enqueued calls of other
+    threads could not proceed."""
+    ficco.set_options(engine="hip", on_timeout="raise", timeout_s=90)  # for all threads
     test_backwards_of_two_groups_at_once.body(at)
 
 
@@ -110,10 +110,10 @@ def _tiled(at: Rank) -> None:
         ):
             rows = operators.rows_for(operator, 2, "ragged")
             operators.all_exact(at, [(operator, subjects.Case(rows, (24, 40), dtype, name))])
-        # A slot's next call of a kind, whose operands lie elsewhere.
-        apart = [make(at, cases[0], iteration) for iteration in range(SLOTS + 1)]
-        for made in apart:
-            verify(cases[0], call(cases[0], made.a, made.b), made, f"rank {at.rank}:")
+        # The second call of a kind in a slot has operands at other addresses.
+        separate = [make(at, cases[0], iteration) for iteration in range(SLOTS + 1)]
+        for operands in separate:
+            verify(cases[0], call(cases[0], operands.a, operands.b), operands, f"rank {at.rank}:")
         ficco.synchronize()
         assert engine().capabilities().tiles
         with pytest.raises(NotImplementedError, match="bfloat16 or float16"):
@@ -121,7 +121,7 @@ def _tiled(at: Rank) -> None:
 
 
 def test_tiled_products() -> None:
-    """By Triton's interpreter; a dtype that they do not have is refused by name."""
+    """Triton's interpreter runs the kernel. The error of an unsupported dtype names the dtypes."""
     if find_spec("triton") is None:
         missing("triton")
     pooled(2, _tiled, timeout=120)
@@ -132,20 +132,20 @@ def test_tiled_products() -> None:
 
 @on_double(3, timeout=120)
 def test_jittered(at: Rank) -> None:
-    """Calls of any kind while every operation of every queue is late by chance.
+    """Random calls while every operation of every queue is delayed at random.
 
-    Eight calls are enqueued before anybody waits for them; every other time they share one slot, so
-    that each begins while the one before is handing it on.
+    Eight calls are enqueued before a rank waits for them. In every other batch they share one slot,
+    so each call begins while its predecessor is releasing the slot.
     """
-    choice, count, together = random.Random(8), 96, 8
+    choice, count, batch = random.Random(8), 96, 8
     schedules = choice.sample(COPIED, count)
     exact(at, equal(3, 8, 8, 8, schedule="growing"), 0)
     engine().work.waits = False
     double().double_jitter(200)
-    for first in range(0, count, together):
-        under_way = []
-        cap = 1 << 16 if first // together % 2 else None
-        for iteration in range(first, first + together):
+    for first in range(0, count, batch):
+        in_flight = []
+        cap = 1 << 16 if first // batch % 2 else None
+        for iteration in range(first, first + batch):
             case = Case(
                 tuple(choice.randrange(12) for _ in range(3)),
                 choice.choice((1, 7, 16, 40)),
@@ -154,37 +154,37 @@ def test_jittered(at: Rank) -> None:
                 schedule=schedules[iteration],
                 gathered=choice.random() < 0.3,
             )
-            made = make(at, case, iteration)
+            operands = make(at, case, iteration)
             with ficco.options(workspace_bytes=cap):
-                under_way.append((case, call(case, made.a, made.b), made))
+                in_flight.append((case, call(case, operands.a, operands.b), operands))
         ficco.synchronize()
-        for case, results, made in under_way:
-            verify(case, results, made, f"call {first} and following:")
+        for case, results, operands in in_flight:
+            verify(case, results, operands, f"call {first} and following:")
     double().double_jitter(0)
 
 
 @on_double(3)
 def test_one_queue_is_late(at: Rank) -> None:
-    """Queue by queue: late on one rank, while all others are prompt."""
+    """Each queue in turn is delayed on one rank and prompt on the others."""
     names = ("growing:pull", "hetero-fused-1d:pieces=2,copy=2,compute=2")
     cases = [equal(3, 12, 16, 8, schedule=name) for name in names]
     all_exact(at, cases)
     queues = engine().work.named
     assert {"caller", "compute1", "copy0", "copy1", "sync"} <= queues.keys()
     for turn, name in enumerate(sorted(queues)):
-        mine = turn % 3 == at.rank
-        assert not mine or not double().double_delay(pointer(queues[name]), 1000)
+        delayed_here = turn % 3 == at.rank
+        assert not delayed_here or not double().double_delay(pointer(queues[name]), 1000)
         all_exact(at, cases, 10 * (turn + 1))
         double().double_delay(pointer(queues[name]), 0)
 
 
 @on_double(2)
 def test_a_trial_of_signals_disturbs_no_call_that_has_begun(at: Rank) -> None:
-    """Rank 0 tries late whether its writes reach a peer, whose first call has begun by then, and
-    hands its slot on late: a trial that told the peer the slot is free would be believed."""
+    """Rank 0 tests its writes to a peer after the peer's first call has begun, and releases its
+    slot late. The peer would believe a trial that marks the slot as free."""
     case = equal(2, 8, 8, 8, schedule="shard-overlap:pull")
     with ficco.options(workspace_bytes=1 << 20, timeout_s=8):
-        exact(at, case.on(schedule="serial:collective"), 0)  # the engine, and no words yet
+        exact(at, case.on(schedule="serial:collective"), 0)  # makes the engine, sends no signals
         if at.rank == 0:
             side, sync = engine().side.handle, engine().work.lane("sync")
             for stream, us in ((side, 60_000), (sync, 20_000)):
@@ -194,7 +194,7 @@ def test_a_trial_of_signals_disturbs_no_call_that_has_begun(at: Rank) -> None:
 
 @on_double(3, fresh=True, settings={"HW_QUEUES": 1}, timeout=120)
 def test_streams_of_a_priority_share_one_hardware_queue(at: Rank) -> None:
-    """What waits for a peer holds up all that comes behind it: the peer must not wait for that."""
+    """A wait for a peer blocks later work of the queue. The peer must not depend on that work."""
     exact(at, equal(3, 8, 8, 8, schedule="growing"), 0)
     double().double_jitter(50)
     all_exact(at, [equal(3, 12, 16, 8, schedule=schedule) for schedule in COPIED[::3]])
@@ -202,32 +202,32 @@ def test_streams_of_a_priority_share_one_hardware_queue(at: Rank) -> None:
 
 
 def test_a_mesh_of_eight_has_a_copy_queue_for_each_link() -> None:
-    """As on 8 MI300X."""
+    """The topology of 8 MI300X."""
     for name in (
         *("hetero-fused-1d:copy=7", "hetero-unfused-1d:pieces=4,pull,copy=7"),
         *("uniform-fused-2d:pieces=2,copy=7", "shard-overlap:copy=7"),
     ):
         problem = Problem("all_gather_matmul", (16,) * 8, 8, 24, "bfloat16")
         for plan in plans(problem, Schedule.parse(name)):
-            ends = [(step.lane, move) for step in plan.steps if (move := step.copy)]
+            moves = [(step.lane, move) for step in plan.steps if (move := step.copy)]
             pairs = {
-                (lane, ({one.src.rank, one.dst.rank} - {plan.rank}).pop()) for lane, one in ends
+                (lane, ({move.src.rank, move.dst.rank} - {plan.rank}).pop()) for lane, move in moves
             }
-            assert len(pairs) == 7 == len({lane for lane, _ in pairs}), "a link shares its queue"
+            assert len(pairs) == 7 == len({lane for lane, _ in pairs}), "two links share a queue"
 
 
 @on_double(3)
 def test_times_of_steps(at: Rank) -> None:
     case = equal(3, 12, 16, 8, schedule="hetero-fused-2d:pull")
-    made = make(at, case, 1)
-    out, plan, spans = timed(made, case.schedule)
-    verify(case, [out], made)
+    operands = make(at, case, 1)
+    out, plan, spans = timed(operands, case.schedule)
+    verify(case, [out], operands)
     assert [span.step for span in spans] == list(range(len(plan.steps)))
     assert all(0 <= span.start <= span.stop < 10 for span in spans), spans
-    by_lane: dict[str, float] = {}
+    end_of_lane: dict[str, float] = {}
     for span in spans:
-        assert span.start >= by_lane.get(span.lane, 0), spans
-        by_lane[span.lane] = span.stop
+        assert span.start >= end_of_lane.get(span.lane, 0), spans
+        end_of_lane[span.lane] = span.stop
 
 
 # Graphs.
@@ -266,24 +266,24 @@ class Graphed:
         from hip import hip
 
         self.at, self.cases, self.hip = at, cases, hip
-        self.made = [make(at, case, 0) for case in cases]
+        self.inputs = [make(at, case, 0) for case in cases]
         self.stream = engine().work.lane("caller")
         value_of(hip.hipStreamBeginCapture(self.stream, hip.hipStreamCaptureMode(mode)))
         self.results = [
-            call(case, made.a, made.b) for case, made in zip(cases, self.made, strict=True)
+            call(case, inputs.a, inputs.b) for case, inputs in zip(cases, self.inputs, strict=True)
         ]
         graph = value_of(hip.hipStreamEndCapture(self.stream))
         self.graph = value_of(hip.hipGraphInstantiateWithFlags(graph, 0))
         value_of(hip.hipGraphDestroy(graph))
 
     def exact(self, iteration: int) -> None:
-        wanted = [make(self.at, case, iteration) for case in self.cases]
-        for mine, new in zip(self.made, wanted, strict=True):
-            mine.a.copy_(new.a)
-            mine.b.copy_(new.b)
+        changed = [make(self.at, case, iteration) for case in self.cases]
+        for captured, new in zip(self.inputs, changed, strict=True):
+            captured.a.copy_(new.a)
+            captured.b.copy_(new.b)
         value_of(self.hip.hipGraphLaunch(self.graph, self.stream))
         drain(self.stream)
-        for case, results, new in zip(self.cases, self.results, wanted, strict=True):
+        for case, results, new in zip(self.cases, self.results, changed, strict=True):
             verify(case, results, new, f"rank {self.at.rank}, replay {iteration}:")
 
     def destroy(self) -> None:
@@ -291,8 +291,8 @@ class Graphed:
 
 
 def replayed(at: Rank, schedules: Sequence[str], count: int, first: int = GLOBAL) -> None:
-    """Replays of two graphs between eager calls of the same problem and others; modes of captures
-    by turns."""
+    """Mix replays of two graphs with eager calls of the same and of other problems. The mode of
+    the captures rotates."""
     choice = random.Random(count)
     with clean():
         exact(at, equal(3, 4, 4, 4), 0)
@@ -306,11 +306,11 @@ def replayed(at: Rank, schedules: Sequence[str], count: int, first: int = GLOBAL
                 Graphed(at, [case.on(rows=(3, 7, 2)), other, bigger, case], mode % 3),
             ]
             for iteration in range(count):
-                which = choice.choice((case, other, bigger, *graphs))
-                if isinstance(which, Case):
-                    exact(at, which, iteration)
+                chosen = choice.choice((case, other, bigger, *graphs))
+                if isinstance(chosen, Case):
+                    exact(at, chosen, iteration)
                 else:
-                    which.exact(iteration)
+                    chosen.exact(iteration)
             for graph in graphs:
                 graph.destroy()
         double().double_jitter(0)
@@ -332,17 +332,17 @@ def test_captures_are_refused_where_stream_writes_are_carried_out_at_once(at: Ra
     case = equal(2, 8, 8, 8, schedule="growing")
     exact(at, case, 0)
     assert not engine().capabilities().capture
-    made, stream = make(at, case, 1), engine().work.lane("caller")
+    operands, stream = make(at, case, 1), engine().work.lane("caller")
     value_of(hip.hipStreamBeginCapture(stream, hip.hipStreamCaptureMode(GLOBAL)))
-    with pytest.raises(NotImplementedError, match="executes stream writes at once") as caught:
-        call(case, made.a, made.b)
-    assert "FICCO_HIP=signals=kernel" in str(caught.value)
+    with pytest.raises(NotImplementedError, match="executes stream writes at once") as raised:
+        call(case, operands.a, operands.b)
+    assert "FICCO_HIP=signals=kernel" in str(raised.value)
     value_of(hip.hipGraphDestroy(value_of(hip.hipStreamEndCapture(stream))))
 
 
 @on_double(2)
 def test_captures_keep_their_memory(at: Rank) -> None:
-    """The first call of all is captured; graphs keep their memory while eager calls grow."""
+    """The first call is captured. Graphs keep their memory while eager calls grow."""
     exact(at, equal(2, 4, 4, 4), 0)
     graph = Graphed(at, [equal(2, 8, 8, 8, schedule="growing")], GLOBAL)
     for rows in (16, 64, 256):
@@ -353,36 +353,36 @@ def test_captures_keep_their_memory(at: Rank) -> None:
 
 
 @on_double(2)
-def test_what_outlives_its_group_is_freed_later(at: Rank) -> None:
+def test_memory_that_outlives_its_group_is_freed_later(at: Rank) -> None:
     with mock.patch.object(ficco.dma.gpu, "CLOSE_S", 0.1):
         groups = [dist.new_group() for _ in range(3)]
-        kept = ficco.empty((4, 4), group=groups[0])
+        tensor = ficco.empty((4, 4), group=groups[0])
         for group in groups[:2]:
             exact(at, equal(2, 8, 8, 8, schedule="growing"), 0, group)
-        for group in groups[:2] if at.rank else groups[1::-1]:  # peers still have it mapped
+        for group in groups[:2] if at.rank else groups[1::-1]:  # peers still map the memory
             ficco.close(group)
             at.barrier()
-        del kept
+        del tensor
         exact(at, equal(2, 8, 8, 8, schedule="growing"), 0, groups[2])
 
 
-# Ways of signals and of copies, by what a machine allows and what is asked for.
+# Signals and copies, by the features of the machine and the requests in FICCO_HIP.
 
 
 class Way(NamedTuple):
-    """What is asked for by FICCO_HIP or options, a call of the library that this takes, and what
-    the engine says of it."""
+    """A request in FICCO_HIP or options, a HIP call that it leads to, and the texts by which the
+    engine's capabilities describe it."""
 
-    asked: str
+    request: str
     call: str
-    says: dict[str, str]
+    described: dict[str, str]
     options: dict[str, str] = {}
 
 
 WAIT, ROWS = "hipStreamWaitValue32", "hipMemcpyAsync"
 KERNELS = "a kernel of ficco's"
 PACKED = "by packing or ficco's kernel"
-ASKED = (
+REQUESTED = (
     Way("", WAIT, {"post": "WriteValue32", "wait": "on signal memory"}),
     Way("", WAIT, {"post": "4-byte copy"}, {"signals": "copy"}),
     Way("signals=kernel", LAUNCH, {"post": KERNELS, "wait": KERNELS}),
@@ -392,8 +392,8 @@ ASKED = (
     Way("columns=pack", COPY, {"copy": f"{PACKED} (asked for)"}),
     Way("events=write", "hipStreamWriteValue32", {"copy": "after a stream write"}),
 )
-#: By what a machine has not.
-LEFT: tuple[tuple[dict[str, int], tuple[Way, ...]], ...] = (
+#: Settings that take features from the double, and the ways that are left.
+LACKS: tuple[tuple[dict[str, int], tuple[Way, ...]], ...] = (
     ({"PEER_WRITE": 0}, (Way("", WAIT, {"post": "4-byte copy"}),)),
     (
         {"SIGNAL_IPC": 0, "WAIT_ANY": 1},
@@ -411,25 +411,25 @@ def _by(at: Rank, ways: Sequence[Way]) -> None:
     schedules = [named(name, knobs) for name in NAMES[::2] for knobs in ("", "pull", "pieces=3")]
     cases = [equal(3, 24, 40, 16, schedule=schedule) for schedule in schedules]
     for way in ways:
-        with clean(), asking(way.asked), ficco.options(**way.options):
+        with clean(), asking(way.request), ficco.options(**way.options):
             before = calls(way.call)
             all_exact(at, cases)
             ficco.synchronize()
-            found = engine().capabilities()
-            for name, text in way.says.items():
-                assert text in getattr(found, name), found
+            capabilities = engine().capabilities()
+            for name, text in way.described.items():
+                assert text in getattr(capabilities, name), capabilities
             assert calls(way.call) > before, way
-            # PyTorch would report what was tried in vain as an error of its own.
+            # PyTorch would report the error of a failed trial as its own.
             assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
 
 
-def test_ways_that_are_asked_for() -> None:
-    pooled(3, compiling, _by, ASKED, series="10")
+def test_ways_that_are_requested() -> None:
+    pooled(3, compiling, _by, REQUESTED, series="10")
 
 
-@pytest.mark.parametrize(("settings", "ways"), LEFT, ids=["-".join(one) for one, _ in LEFT])
+@pytest.mark.parametrize(("settings", "ways"), LACKS, ids=["-".join(lacks) for lacks, _ in LACKS])
 def test_ways_of_signals(settings: dict[str, int], ways: Sequence[Way]) -> None:
-    """And of columns, that a machine leaves."""
+    """Ways of signals and of columns on a machine that lacks a feature."""
     series = SERIES["WAIT" in settings]
     run(3, compiling, _by, ways, series=series, settings=settings)
 
@@ -441,24 +441,24 @@ def _posted(at: Rank) -> str:
 
 
 def test_writes_have_to_reach_every_peer() -> None:
-    """Rank 0's reach the next rank, not the one behind it: it posts by copies, to all."""
+    """Writes of rank 0 reach rank 1 but not rank 2. Rank 0 posts to all peers by copies."""
     first, *others = run(3, _posted, settings={"NO_WRITE": "0:2"})
     assert "4-byte copy" in first and all("WriteValue32" in other for other in others)
 
 
 @on_double(3)
 def test_columns_are_packed_by_all_ranks_or_none(at: Rank) -> None:
-    """Otherwise a receiver would read columns where its sender has put others."""
+    """If only some ranks packed, a receiver would read the columns from the wrong places."""
     cases = [equal(3, 24, 40, 16, schedule=name) for name in NAMES if "2d" in name]
     with asking("columns=pack" if at.rank == 1 else ""):
         exact(at, cases[0], 0)
-    all_exact(at, cases)  # what the engine began with counts
+    all_exact(at, cases)  # the engine keeps the request that it started with
     assert f"columns {PACKED} (asked for)" in str(engine().capabilities().copy)
 
 
 @on_double(2, fresh=True, settings={"2D": 0})
-def test_2d_copies_that_cannot_be_had_are_refused(at: Rank) -> None:
-    """By all ranks, also those that did not ask."""
+def test_unavailable_2d_copies_are_refused(at: Rank) -> None:
+    """All ranks raise, including ranks that did not request 2D copies."""
     refusal = "FICCO_HIP=columns=2d, which a rank selects, is not available"
     for ways in ("columns=2d", "columns=2d"), ("", "columns=2d"), ("columns=2d", "columns=pack"):
         with clean(), asking(ways[at.rank]), pytest.raises(NotImplementedError, match=refusal):
@@ -466,8 +466,8 @@ def test_2d_copies_that_cannot_be_had_are_refused(at: Rank) -> None:
 
 
 @on_double(1)
-def test_memory_of_pytorch_only_if_asked_for(at: Rank) -> None:
-    """Also where PyTorch is built for ROCm and has it: copies in it may go by a kernel."""
+def test_memory_of_pytorch_only_on_request(at: Rank) -> None:
+    """A PyTorch built for ROCm offers symmetric memory, but copies in it may run as kernels."""
     from ficco.dma.hip_driver import HipDriver
 
     meeting: Any = SimpleNamespace(gather=lambda data: [data])
@@ -476,19 +476,19 @@ def test_memory_of_pytorch_only_if_asked_for(at: Rank) -> None:
             assert HipDriver(torch.device("cuda", 0), 0)._memory(meeting) == memory
 
 
-# Errors. Each ends in BackendError on the rank where it happens, or is got round; the other rank's
-# calls end in time, and what both hold is given back.
+# Errors. The rank of an error raises BackendError or works around the error. The calls of the other
+# rank end in time, and both ranks release their handles and memory.
 
-#: Codes of the library by number, of which each injected error has one.
+#: HIP's error codes that are injected, by number.
 CODES = {1: "hipErrorInvalidValue", 2: "hipErrorOutOfMemory", 719: "hipErrorLaunchFailure"}
 
 
 class Error(NamedTuple):
-    """A call of the library that fails: the ``first`` of its calls from now on.
+    """A HIP function that fails at its ``first``-th call after the injection.
 
     Attributes:
-        schedule: of the ficco calls meanwhile, if it takes a certain one.
-        ways: what is asked for meanwhile.
+        schedule: Schedule of the ficco calls, if only some schedules call the function.
+        ways: Request in FICCO_HIP during the ficco calls.
     """
 
     call: str
@@ -498,7 +498,7 @@ class Error(NamedTuple):
 
 
 BY_PEER, BY_NOCU, BY_KERNEL = "copy=peer", "copy=nocu", "signals=kernel"
-#: Calls that fail when an engine is made, or while it works, by the first that does.
+#: HIP functions that fail while an engine starts or works, by the index of the failing call.
 FIRSTS = {
     (1,): "GetDeviceCount RuntimeGetVersion SetDevice DeviceCanAccessPeer DeviceEnablePeerAccess "
     "HostMalloc StreamGetCaptureInfo ThreadExchangeStreamCaptureMode",
@@ -520,7 +520,7 @@ FAILING = (
         for name in names.split()
         for first in firsts
     ),
-    # The first of an engine is tried on a rectangle within 16 bytes.
+    # An engine's first 2D copy is a trial on a rectangle within 16 bytes.
     Error("hipMemcpy2DAsync", 2, "hetero-fused-2d:pieces=2"),
     Error("hipMemcpyPeerAsync", 1, ways=BY_PEER),
     Error("hipMemcpyAsync", 1, ways=BY_NOCU),
@@ -530,17 +530,17 @@ FAILING = (
     Error("hipModuleLaunchKernel", 1, ways=BY_KERNEL),
     Error("hipModuleLaunchKernel", 1, "growing:kernel"),
 )
-#: Calls that are tried: there is another way. What fails then is the whole call's way round it.
+#: HIP functions with a fallback: the ficco call succeeds after their failure.
 TRIED = (
     Error("hipMemcpy2DAsync", 1),  # columns are packed
     Error("hipDeviceGetAttribute", 1),  # one PCI number of one device is 0
     Error("hipStreamWriteValue32", 3),  # posts are copies
-    # None that captures: graphs are refused, and calls are not.
+    # After these, captures raise and eager calls work.
     Error("hipStreamBeginCapture", 1),
     Error("hipStreamWriteValue32", 2),
 )
-#: Calls by which things are given back, and the way that signals go. Of each, one thing stays when
-#: it fails once, but memory that peers share is tried again, since they wait for it.
+#: HIP functions that release resources, and the way of the signals. A failure leaks one resource.
+#: Shared memory is the exception: its release is retried, since peers wait for it.
 CLOSING = (
     *(("hipFree", ""), ("hipHostFree", ""), ("hipIpcCloseMemHandle", "")),
     *(("hipStreamDestroy", ""), ("hipModuleUnload", BY_KERNEL)),
@@ -550,30 +550,30 @@ LEFT_BY_CLOSING = 3
 
 def attempted(at: Rank, case: Case, group: Any) -> None:
     for iteration in range(3):
-        made = make(at, case, iteration, group)
-        results = call(case, made.a, made.b, group)
-        ficco.synchronize(group)  # as on a GPU, results are good behind this alone
-        verify(case, results, made)
+        operands = make(at, case, iteration, group)
+        results = call(case, operands.a, operands.b, group)
+        ficco.synchronize(group)  # results are valid only after it, as on a GPU
+        verify(case, results, operands)
 
 
 class Injected(NamedTuple):
-    """What an error led to on a rank, after how long, and what is left once its group is closed."""
+    """The outcome of an injected error on a rank, its time, and leaks after the group is closed."""
 
     outcome: Any
     seconds: float
     closing: Any
-    left: tuple[int, int]
-    said: str
+    counts: tuple[int, int]
+    log: str
 
     def problems(self, most_s: float) -> list[str]:
-        left = [self.said] if any(self.left) or self.closing else []
+        left = [self.log] if any(self.counts) or self.closing else []
         return left + ([f"{self.seconds:.1f} s"] if self.seconds > most_s else [])
 
 
 def injected(at: Rank, failing: list[tuple[Error, int]], warm: bool = False) -> list[Injected]:
-    """What each error with its code leads to on this rank; they happen on rank 1, in its first call
-    or a ``warm`` one."""
-    found = []
+    """Inject each error with its code on rank 1, into its first or a ``warm`` call, and return the
+    outcomes on this rank."""
+    outcomes = []
     for number, (error, code) in enumerate(failing):
         name, group = error.call.encode(), dist.new_group([0, 1])
         schedule = "growing:pull" if number % 2 == warm else "hetero-fused-1d:pieces=2"
@@ -594,13 +594,13 @@ def injected(at: Rank, failing: list[tuple[Error, int]], warm: bool = False) -> 
         dist.destroy_process_group(group)
         gc.collect()
         left = double().double_violations(), double().double_leaks()
-        found.append(Injected(outcome, seconds, closing, left, double().double_said().decode()))
+        outcomes.append(Injected(outcome, seconds, closing, left, double().double_said().decode()))
     with clean():
-        exact(at, equal(2, 8, 8, 8), 0)  # the process is well
-    return found
+        exact(at, equal(2, 8, 8, 8), 0)  # the process still works
+    return outcomes
 
 
-#: Calls by which work of a warm call is enqueued.
+#: HIP functions that enqueue the work of a warm call.
 ENQUEUEING = (
     Error("hipEventRecord", 1),
     Error("hipStreamWaitEvent", 2),
@@ -617,40 +617,39 @@ ENQUEUEING = (
 
 @pytest.mark.parametrize("warm", [False, True], ids=["first calls", "warm calls"])
 def test_injected_errors(warm: bool) -> None:
-    """Codes by turns, so that a call that fails at several places does so with several. The other
-    rank is told the reason, at once, unless this one failed before there was anything to agree
-    on."""
+    """The codes rotate, so that a function that fails at several places fails with several codes.
+    The other rank gets the reason at once, unless the failure precedes the first agreement."""
     codes = itertools.cycle(CODES)
     failing = list(zip(ENQUEUEING if warm else FAILING, codes, strict=False))
-    found = run(2, compiling, injected, failing, warm, timeout=150)
+    outcomes = run(2, compiling, injected, failing, warm, timeout=150)
     wrong = []
-    for ((name, first, *_), code), other, mine in zip(failing, *found, strict=True):
-        here, there = mine.outcome, other.outcome
-        problems = mine.problems(3 if warm else 6) + other.problems(3 if warm else 6)
-        fields = here.fields if isinstance(here, Failure) else {}
+    for ((name, first, *_), code), peer, failed in zip(failing, *outcomes, strict=True):
+        own, others = failed.outcome, peer.outcome
+        problems = failed.problems(3 if warm else 6) + peer.problems(3 if warm else 6)
+        fields = own.fields if isinstance(own, Failure) else {}
         if (fields.get("call"), fields.get("code")) != (name, CODES[code]):
-            problems.append(f"here {here}")
-        kind = there.type if isinstance(there, Failure) else ""
+            problems.append(f"on the failing rank: {own}")
+        kind = others.type if isinstance(others, Failure) else ""
         if kind == "PeerFailed":
-            ((rank, why),) = there.fields["reasons"].items()
-            said = rank == 1 and f"{name} failed with {CODES[code]}" in why
+            ((rank, reason),) = others.fields["reasons"].items()
+            explained = rank == 1 and f"{name} failed with {CODES[code]}" in reason
         else:
-            said = kind == "SignalTimeout" and not warm
-        if not said:
-            problems.append(f"there {there}")
+            explained = kind == "SignalTimeout" and not warm
+        if not explained:
+            problems.append(f"on the other rank: {others}")
         if problems:
             wrong.append((name, first, code, problems))
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def test_failures_that_are_got_round() -> None:
+def test_failures_with_a_fallback() -> None:
     failing = list(zip(TRIED, itertools.cycle(CODES), strict=False))
-    for mine in itertools.chain(*run(2, injected, failing, series="10")):
-        assert mine.outcome is None and not mine.problems(6), mine
+    for result in itertools.chain(*run(2, injected, failing, series="10")):
+        assert result.outcome is None and not result.problems(6), result
 
 
 def _closing(at: Rank) -> list[Any]:
-    found = []
+    outcomes = []
     for (name, ways), code in zip(CLOSING, itertools.cycle(CODES), strict=False):
         group = dist.new_group([0, 1])
         with asking(ways):
@@ -660,92 +659,92 @@ def _closing(at: Rank) -> list[Any]:
             double().double_fail(name.encode(), code, 1, 1)
         outcome = caught(partial(ficco.close, group))
         at.barrier()
-        found.append((outcome, double().double_violations()))
+        outcomes.append((outcome, double().double_violations()))
         dist.destroy_process_group(group)
-    return [found, double().double_leaks()]
+    return [outcomes, double().double_leaks()]
 
 
 def test_errors_of_closing() -> None:
-    (others, theirs), (mine, ours) = run(2, compiling, _closing)
-    for (name, _), (other, their_violations), (outcome, our_violations) in zip(
-        CLOSING, others, mine, strict=True
+    (of_peer, leaks_of_peer), (of_failed, leaks_of_failed) = run(2, compiling, _closing)
+    for (name, _), (peer, violations_of_peer), (failed, violations) in zip(
+        CLOSING, of_peer, of_failed, strict=True
     ):
-        assert other is None and not their_violations and not our_violations
-        assert (outcome.type, outcome.fields["call"]) == ("BackendError", name)
-    assert (theirs, ours) == (0, LEFT_BY_CLOSING)
+        assert peer is None and not violations_of_peer and not violations
+        assert (failed.type, failed.fields["call"]) == ("BackendError", name)
+    assert (leaks_of_peer, leaks_of_failed) == (0, LEFT_BY_CLOSING)
 
 
 def _all_calls(at: Rank) -> list[str]:
-    """What is called whichever way is gone."""
+    """HIP functions that any way of FICCO_HIP calls."""
     for ways in ("", BY_PEER, BY_NOCU, BY_KERNEL, "events=write"):
         with asking(ways):
             for schedule in ("growing:pull", "hetero-fused-2d", "serial", "growing:kernel"):
                 exact(at, equal(2, 6, 8, 4, schedule=schedule), 0)
-            made = make(at, equal(2, 6, 8, 4), 0)
-            timed(made, "growing")
+            operands = make(at, equal(2, 6, 8, 4), 0)
+            timed(operands, "growing")
             ficco.close()
     return list(double().double_called().decode().split())
 
 
 def test_every_call_is_made_to_fail() -> None:
-    """What is called and appears in no list above has a test of its own, or is named here with why
-    it is not made to fail."""
-    named_here = {"hipEventElapsedTime"}  # which times the steps of timed calls alone
-    named_here |= {"hipEventDestroy"}  # to an end that is ignored
-    # The double's stream would stay in the capture, and its graph; nothing else comes of either.
-    named_here |= {"hipStreamEndCapture", "hipGraphDestroy"}
+    """Each HIP function is in a list above, or is listed here with the reason why no test makes it
+    fail."""
+    not_failed = {"hipEventElapsedTime"}  # only times the steps of timed calls
+    not_failed |= {"hipEventDestroy"}  # its errors are ignored
+    # A failure leaves the double's stream in the capture and leaks its graph, with no other effect.
+    not_failed |= {"hipStreamEndCapture", "hipGraphDestroy"}
     listed = {error.call for error in (*FAILING, *TRIED)} | {name for name, _ in CLOSING}
-    assert set(run(2, compiling, _all_calls)[0]) == listed | named_here
+    assert set(run(2, compiling, _all_calls)[0]) == listed | not_failed
 
 
-def _lost(at: Rank, how: str) -> Any:
+def _lost(at: Rank, loss: str) -> Any:
     case = equal(3, 6, 8, 4, schedule="hetero-fused-1d")
     for iteration in range(3):
         exact(at, case, iteration)
     pids = [None] * 3
     dist.all_gather_object(pids, os.getpid())
-    if at.rank == 2 and how == "killed":
+    if at.rank == 2 and loss == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if at.rank == 0 and how == "memory":
+    if at.rank == 0 and loss == "memory":
         double().double_lose(pids[2])
     with ficco.options(timeout_s=1.0):
         began = time.monotonic()
         outcome = caught(lambda: attempted(at, case, None))
         seconds = time.monotonic() - began
-        if how == "memory":
+        if loss == "memory":
             at.barrier()
         closing = caught(ficco.close)
     return outcome, closing, seconds, double().double_violations(), double().double_said().decode()
 
 
 def test_killed_peer() -> None:
-    """Where streams that wait for it block the hardware queues of their priority."""
-    lost: Any = {"lost": [2], "catch": True, "settings": {"HW_QUEUES": 1}}
-    *found, dead = run(3, _lost, "killed", series="10", **lost)
+    """Streams that wait for the killed peer block the hardware queues of their priority."""
+    options: Any = {"lost": [2], "catch": True, "settings": {"HW_QUEUES": 1}}
+    *survivors, dead = run(3, _lost, "killed", series="10", **options)
     assert isinstance(dead, Died)
-    for outcome, closing, seconds, violations, said in found:
-        assert {one["peer"] for one in gave_up(outcome)} == {2}
-        assert closing is None and not violations, said
+    for outcome, closing, seconds, violations, log in survivors:
+        assert {entry["peer"] for entry in gave_up(outcome)} == {2}
+        assert closing is None and not violations, log
         assert seconds < 5
 
 
 def test_lost_memory_of_a_peer() -> None:
-    """A queue meets memory that is gone: nothing works on this rank from then on."""
-    found = run(3, _lost, "memory")
-    outcome, closing, _, violations, said = found[0]
+    """A queue accesses lost memory. The device of the rank does not work afterwards."""
+    results = run(3, _lost, "memory")
+    outcome, closing, _, violations, log = results[0]
     assert outcome.type == "BackendError", outcome
     assert outcome.fields["code"] == "hipErrorLaunchFailure"
-    assert not violations, said
-    for outcome, _, seconds, violations, said in found[1:]:
+    assert not violations, log
+    for outcome, _, seconds, violations, log in results[1:]:
         assert outcome.type == "PeerFailed", outcome
         assert outcome.fields["reasons"][0].startswith("BackendError: "), outcome
-        assert not violations and seconds < 5, said
+        assert not violations and seconds < 5, log
 
 
-# Machines and ways of signals that cannot be had.
+# Unsupported machines and unavailable ways of signals.
 
 MISSING = "NotImplementedError"
-#: By what a machine has not: signals that are asked for, and the error with words of it.
+#: Settings that take features from the double; by requested signals, the error and its words.
 REFUSED: tuple[tuple[dict[str, int], dict[str, tuple[str, ...]]], ...] = (
     ({"PEER": 0}, {"": (MISSING, "hipDeviceCanAccessPeer", "GPUs of one host")}),
     ({"DEVICES": 0}, {"": ("BackendError", "hipErrorNoDevice", "amdgpu", "HIP_VISIBLE_DEVICES")}),
@@ -765,56 +764,56 @@ REFUSED: tuple[tuple[dict[str, int], dict[str, tuple[str, ...]]], ...] = (
 )
 
 
-def first_calls(at: Rank, asked: Sequence[str]) -> list[tuple[Any, int]]:
-    build.clang.cache_clear()  # the server of ranks may have found one
-    found = []
-    for signals in asked:
+def first_calls(at: Rank, requests: Sequence[str]) -> list[tuple[Any, int]]:
+    build.clang.cache_clear()  # the server of ranks may have cached a compiler
+    outcomes = []
+    for signals in requests:
         with ficco.options(timeout_s=3), asking(signals and f"signals={signals}"):
             outcome = caught(lambda: exact(at, equal(at.world, 4, 4, 4, schedule="growing"), 0))
         ficco.close()
-        found.append((outcome, double().double_leaks()))
-    return found
+        outcomes.append((outcome, double().double_leaks()))
+    return outcomes
 
 
 @pytest.mark.parametrize(
-    ("settings", "refused"), REFUSED, ids=["-".join(one) for one, _ in REFUSED]
+    ("settings", "refused"), REFUSED, ids=["-".join(settings) for settings, _ in REFUSED]
 )
-def test_machines_that_will_not_do(
+def test_unsupported_machines(
     settings: dict[str, int], refused: dict[str, tuple[str, ...]]
 ) -> None:
-    hide = {"PATH": "/nowhere", "ROCM_PATH": "/nowhere"}  # no compiler for kernels
-    for found in run(2, first_calls, [*refused], settings=settings, env=hide):
-        for (outcome, leaks), (signals, (kind, *words)) in zip(found, refused.items(), strict=True):
-            assert outcome.type == kind and not leaks, outcome
-            assert all(word in outcome.text for word in words), outcome.text
+    env = {"PATH": "/nowhere", "ROCM_PATH": "/nowhere"}  # no compiler for kernels
+    for errors in run(2, first_calls, [*refused], settings=settings, env=env):
+        for (error, leaks), (signals, (kind, *words)) in zip(errors, refused.items(), strict=True):
+            assert error.type == kind and not leaks, error
+            assert all(word in error.text for word in words), error.text
             if signals:
-                assert outcome.text.count(f"FICCO_HIP=signals={signals} is not available") == 1
-                assert "leave signals out of the variable" in outcome.text
-                # A compiler is the remedy for one way alone.
-                assert ("compiler" in outcome.text) == (signals == "kernel")
+                assert error.text.count(f"FICCO_HIP=signals={signals} is not available") == 1
+                assert "leave signals out of the variable" in error.text
+                # Only kernels need a compiler.
+                assert ("compiler" in error.text) == (signals == "kernel")
 
 
 # The double.
 
 
 class Violations(dict[str, str]):
-    """The name of the error that each violation returns, by what it is."""
+    """Names of the errors that violations return, by a description of the violation."""
 
-    def note(self, what: str, result: Any) -> None:
-        count, said = double().double_violations(), double().double_said().decode()
-        assert count == 1 and said and result[0], (what, result, said)
-        self[what] = result[0].name
+    def note(self, violation: str, result: Any) -> None:
+        count, log = double().double_violations(), double().double_said().decode()
+        assert count == 1 and log and result[0], (violation, result, log)
+        self[violation] = result[0].name
 
 
-#: How a wait asks: for 1, to be equal, in all bits.
+#: Arguments of a wait for equality with 1 in all bits.
 FOR_ONE = (1, 1, 0xFFFFFFFF)
 
 
 def _violations(at: Rank) -> Violations:
     from hip import hip
 
-    found, get = Violations(), value_of
-    note, kind, mode = found.note, hip.hipMemcpyKind, hip.hipStreamCaptureMode
+    violations, get = Violations(), value_of
+    note, kind, mode = violations.note, hip.hipMemcpyKind, hip.hipStreamCaptureMode
     get(hip.hipSetDevice(0))
     stream, side = (get(hip.hipStreamCreateWithPriority(1, 0)) for _ in range(2))
     event, outside = (get(hip.hipEventCreateWithFlags(2)) for _ in range(2))
@@ -827,8 +826,8 @@ def _violations(at: Rank) -> Violations:
     note("event of another device", hip.hipEventRecord(event, other))
     get(hip.hipSetDevice(0))
 
-    for what, memory in (("device", device), ("fine-grained", fine), ("host", host)):
-        note(f"wait on {what} memory", hip.hipStreamWaitValue32(stream, memory, *FOR_ONE))
+    for name, memory in (("device", device), ("fine-grained", fine), ("host", host)):
+        note(f"wait on {name} memory", hip.hipStreamWaitValue32(stream, memory, *FOR_ONE))
     note("wait inside a signal", hip.hipStreamWaitValue32(stream, word + 4, *FOR_ONE))
     note("wait with no mask", hip.hipStreamWaitValue32(stream, word, 1, 1, 0))
     note("signal of another size", hip.hipExtMallocWithFlags(64, 2))
@@ -851,7 +850,7 @@ def _violations(at: Rank) -> Violations:
     note("own handle", hip.hipIpcOpenMemHandle(own, 1))
     note("free of a middle", hip.hipFree(device + 64))
     note("free of host memory as of a device", hip.hipFree(host))
-    note("close of what is not open", hip.hipIpcCloseMemHandle(device))
+    note("close of memory that is not mapped", hip.hipIpcCloseMemHandle(device))
 
     get(hip.hipStreamWriteValue32(stream, word, 0, 0))
     get(hip.hipStreamWaitValue32(stream, word, *FOR_ONE))
@@ -869,7 +868,7 @@ def _violations(at: Rank) -> Violations:
 
     inside: list[Any] = []
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(
-        lambda _: inside.append(hip.hipMalloc(64))  # what the API forbids
+        lambda _: inside.append(hip.hipMalloc(64))  # which the API forbids
     )
     get(hip.hipLaunchHostFunc(stream, ctypes.cast(function, ctypes.c_void_p).value, 0))
     drain(stream)
@@ -894,82 +893,82 @@ def _violations(at: Rank) -> Violations:
     get(hip.hipEventRecord(event, stream))
     get(hip.hipStreamBeginCapture(side, mode(RELAXED)))
     note("two captures in one", hip.hipStreamWaitEvent(side, event, 0))
-    for one in (stream, side):
-        get(hip.hipGraphDestroy(get(hip.hipStreamEndCapture(one))))
+    for handle in (stream, side):
+        get(hip.hipGraphDestroy(get(hip.hipStreamEndCapture(handle))))
     get(hip.hipStreamBeginCapture(stream, mode(RELAXED)))
     get(hip.hipMemsetAsync(device, 0, 8, stream))
     graph = get(hip.hipStreamEndCapture(stream))
-    note("launch of what is not ready", hip.hipGraphLaunch(graph, stream))
-    ready = get(hip.hipGraphInstantiateWithFlags(graph, 0))
+    note("launch of a graph that is not instantiated", hip.hipGraphLaunch(graph, stream))
+    executable = get(hip.hipGraphInstantiateWithFlags(graph, 0))
     for address in (device, word, fine):
         get(hip.hipFree(address))
-    note("replay on freed memory", hip.hipGraphLaunch(ready, stream))
+    note("replay on freed memory", hip.hipGraphLaunch(executable, stream))
     get(hip.hipGraphDestroy(graph))
-    get(hip.hipGraphExecDestroy(ready))
-    note("graph that is gone", hip.hipGraphLaunch(ready, stream))
+    get(hip.hipGraphExecDestroy(executable))
+    note("destroyed graph", hip.hipGraphLaunch(executable, stream))
     drain(side)
-    for one in (outside, event):
-        get(hip.hipEventDestroy(one))
+    for handle in (outside, event):
+        get(hip.hipEventDestroy(handle))
     note("destroyed event", hip.hipEventRecord(event, stream))
-    for one in (side, stream):
-        get(hip.hipStreamDestroy(one))
+    for handle in (side, stream):
+        get(hip.hipStreamDestroy(handle))
     get(hip.hipHostFree(host))
     assert not double().double_leaks()
-    return found
+    return violations
 
 
 def test_double_is_strict() -> None:
-    (found,) = run(1, _violations)
-    assert len(found) == 40 and all(code.startswith("hipError") for code in found.values())
-    assert found["copy before peer access"] == "hipErrorPeerAccessNotEnabled"
-    assert found["wait on fine-grained memory"] == "hipErrorInvalidValue"
-    assert found["destroyed stream"] == "hipErrorInvalidHandle"
+    (codes,) = run(1, _violations)
+    assert len(codes) == 40 and all(code.startswith("hipError") for code in codes.values())
+    assert codes["copy before peer access"] == "hipErrorPeerAccessNotEnabled"
+    assert codes["wait on fine-grained memory"] == "hipErrorInvalidValue"
+    assert codes["destroyed stream"] == "hipErrorInvalidHandle"
 
 
 def _shared(at: Rank) -> Violations:
     from hip import hip
 
-    found, get, everyone = Violations(), value_of, [b"", b""]
+    violations, get, gathered = Violations(), value_of, [b"", b""]
     get(hip.hipSetDevice(at.rank))
     stream = get(hip.hipStreamCreateWithPriority(1, 0))
-    mine, word = int(get(hip.hipMalloc(4096))), int(get(hip.hipExtMallocWithFlags(8, 2)))
-    handles = [get(hip.hipIpcGetMemHandle(address)) for address in (mine, word)]
-    dist.all_gather_object(everyone, b"".join(ctypes.string_at(pointer(h), 64) for h in handles))
-    theirs = everyone[1 - at.rank]
-    for handle, part in zip(handles, (theirs[:64], theirs[64:]), strict=True):
+    own, word = int(get(hip.hipMalloc(4096))), int(get(hip.hipExtMallocWithFlags(8, 2)))
+    handles = [get(hip.hipIpcGetMemHandle(address)) for address in (own, word)]
+    dist.all_gather_object(gathered, b"".join(ctypes.string_at(pointer(h), 64) for h in handles))
+    from_peer = gathered[1 - at.rank]
+    for handle, part in zip(handles, (from_peer[:64], from_peer[64:]), strict=True):
         ctypes.memmove(pointer(handle), part, 64)
-    found.note("other flags", hip.hipIpcOpenMemHandle(handles[0], 0))
+    violations.note("other flags", hip.hipIpcOpenMemHandle(handles[0], 0))
     far, far_word = (int(get(hip.hipIpcOpenMemHandle(handle, 1))) for handle in handles)
-    found.note("copy before peer access", hip.hipMemcpyDtoDAsync(far, mine, 64, stream))
+    violations.note("copy before peer access", hip.hipMemcpyDtoDAsync(far, own, 64, stream))
     get(hip.hipDeviceEnablePeerAccess(1 - at.rank, 0))
-    get(hip.hipMemcpyDtoDAsync(far, mine, 64, stream))
+    get(hip.hipMemcpyDtoDAsync(far, own, 64, stream))
     assert not double().double_violations()
-    found.note("wait at a peer", hip.hipStreamWaitValue32(stream, far_word, *FOR_ONE))
-    found.note("free of a peer's", hip.hipFree(far))
+    violations.note("wait at a peer", hip.hipStreamWaitValue32(stream, far_word, *FOR_ONE))
+    violations.note("free of a peer's memory", hip.hipFree(far))
     at.barrier()
-    found.note("free of what is mapped", hip.hipFree(mine))
+    violations.note("free of memory that a peer maps", hip.hipFree(own))
     at.barrier()
     drain(stream)
     get(hip.hipIpcCloseMemHandle(far))
-    found.note("closed handle", hip.hipMemcpyDtoDAsync(far, mine, 64, stream))
-    found.note("closed twice", hip.hipIpcCloseMemHandle(far))
+    violations.note("closed handle", hip.hipMemcpyDtoDAsync(far, own, 64, stream))
+    violations.note("closed twice", hip.hipIpcCloseMemHandle(far))
     get(hip.hipIpcCloseMemHandle(far_word))
     at.barrier()
-    for address in (mine, word):
+    for address in (own, word):
         get(hip.hipFree(address))
     at.barrier()
-    found.note("handle of freed memory", hip.hipIpcOpenMemHandle(handles[0], 1))
+    violations.note("handle of freed memory", hip.hipIpcOpenMemHandle(handles[0], 1))
     get(hip.hipStreamDestroy(stream))
     assert not double().double_leaks()
-    return found
+    return violations
 
 
 def test_double_is_strict_about_shared_memory() -> None:
-    assert [len(found) for found in run(2, _shared)] == [8, 8]
+    assert [len(violations) for violations in run(2, _shared)] == [8, 8]
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "messages"),
     [
         (
             "hip.hipMalloc(64), hip.hipExtMallocWithFlags(8, 2), "
@@ -979,15 +978,15 @@ def test_double_is_strict_about_shared_memory() -> None:
         ("hip.hipFree(4096)", ("1 violations",)),
         ("hip.hipFree(int(hip.hipMalloc(64)[1]))", ()),
     ],
-    ids=["leaks", "violates", "is well"],
+    ids=["leaks", "violation", "clean"],
 )
-def test_double_aborts_at_exit(script: str, said: tuple[str, ...]) -> None:
+def test_double_aborts_at_exit(script: str, messages: tuple[str, ...]) -> None:
     env = {"LD_LIBRARY_PATH": str(hip_ranks.library().parent)}
     env["PYTHONPATH"] = str(hip_ranks.wheel("10"))
     command = [sys.executable, "-c", f"from hip import hip; {script}"]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
-    assert done.returncode == (-signal.SIGABRT if said else 0), done
-    assert all(words in done.stderr for words in said), done.stderr
+    process = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+    assert process.returncode == (-signal.SIGABRT if messages else 0), process
+    assert all(message in process.stderr for message in messages), process.stderr
 
 
 def _codes(at: Rank) -> tuple[dict[str, int], dict[str, int]]:
@@ -1007,16 +1006,16 @@ def _codes(at: Rank) -> tuple[dict[str, int], dict[str, int]]:
 )
 def test_codes_are_those_of_the_binding(series: str, library: Callable[[], Path]) -> None:
     env = {hip_ranks.LIBRARY: str(library())}
-    ((known, theirs),) = run(1, _codes, series=series, env=env)
+    ((known, bound),) = run(1, _codes, series=series, env=env)
     assert len(known) > 10
-    assert {name: theirs[name] for name in known} == known
+    assert {name: bound[name] for name in known} == known
 
 
 # Without ROCm.
 
 
 def _without(at: Rank, wheel: str, libraries: Sequence[str]) -> str:
-    """What the engine says to CPU tensors, or the doctor of the engines."""
+    """The HIP engine's error for CPU tensors, and the engines in the doctor's report."""
     if wheel:
         hip_ranks.bind(wheel)
     else:
@@ -1026,10 +1025,10 @@ def _without(at: Rank, wheel: str, libraries: Sequence[str]) -> str:
     a = torch.ones(4, 4)
     assert torch.equal(ficco.all_gather_matmul(a, a), a @ a)
     with ficco.options(engine="hip"):
-        found = caught(lambda: ficco.all_gather_matmul(a, a))
+        error = caught(lambda: ficco.all_gather_matmul(a, a))
     from ficco.tools import doctor
 
-    return f"{found.type} {found.text}\n{doctor.report()['engines']}"
+    return f"{error.type} {error.text}\n{doctor.report()['engines']}"
 
 
 NO_LIBRARY = ("BackendError hipRuntimeGetVersion failed with no library", "install ROCm 7.2 or")
@@ -1041,17 +1040,17 @@ NO_LIBRARY = ("BackendError hipRuntimeGetVersion failed with no library", "insta
         ("7", 0, (*NO_LIBRARY, "LD_LIBRARY_PATH", "libamdhip64.so cannot be opened")),
         ("10", 0, (*NO_LIBRARY, "LD_LIBRARY_PATH", "libamdhip64.so cannot be opened")),
         ("", 0, ("pip install 'hip-python>=7.2,<11'", "this torch is built without ROCm")),
-        # The engine refuses CPU tensors; tests alone let it serve them (tests/host_gpu.py).
+        # The engine refuses CPU tensors outside of tests with tests/host_gpu.py.
         ("7", 1, ("Move the tensors to the GPU",)),
-        # PyTorch's wheels bring a library of their own; streams of one are none of the other's.
+        # PyTorch's wheels contain a HIP library. Streams of one library are invalid in another.
         ("7", 2, ("two libraries", "LD_LIBRARY_PATH")),
     ],
 )
 def test_without_rocm(series: str, libraries: int, words: tuple[str, ...], tmp_path: Path) -> None:
-    """The CPU engine works, the HIP engine says what to do."""
+    """The CPU engine works. The HIP engine's error says how to install ROCm."""
     second = tmp_path / "libamdhip64.so.7"
     second.write_bytes(hip_ranks.library().read_bytes())
-    given = [str(hip_ranks.library()), str(second)][:libraries]
+    loaded = [str(hip_ranks.library()), str(second)][:libraries]
     wheel = str(hip_ranks.wheel(series)) if series else ""
-    (found,) = ranks.run(1, _without, wheel, given, fresh=True, env={"ROCM_PATH": "/nowhere"})
-    assert all(word in found for word in words), found
+    (report,) = ranks.run(1, _without, wheel, loaded, fresh=True, env={"ROCM_PATH": "/nowhere"})
+    assert all(word in report for word in words), report

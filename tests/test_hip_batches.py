@@ -1,5 +1,5 @@
-"""Copies of a lane that the HIP engine submits together, on the double of HIP's library, which
-carries out the copies of a batch in any order."""
+"""Batches of copies of a lane on the HIP engine and the double of HIP's library, which executes the
+copies of a batch in any order."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ import ficco
 from ficco.machine import configs, load, save
 
 BATCH = "hipMemcpyBatchAsync"
-#: A HIP that submits batches, with late queues.
+#: Settings of a HIP release that submits batches, with delayed queues.
 NATIVE = {"VERSION": 71526333, "JITTER_US": 150}
-#: Schedules with a lane that copies to several peers, and without.
+#: Schedules with a lane that copies to several peers, and schedules without such a lane.
 LANES = ("shard-overlap", "growing", "hetero-fused-1d:pieces=3")
-ALONE = ("shard-overlap:pull", "hetero-fused-1d:copy=2", "uniform-fused-2d:pieces=2")
+SEPARATE = ("shard-overlap:pull", "hetero-fused-1d:copy=2", "uniform-fused-2d:pieces=2")
 
 
 def _every_schedule(at: Rank, ways: str) -> None:
@@ -46,10 +46,10 @@ def test_batches_are_exact_in_any_order(series: str, ways: str) -> None:
     run(3, _every_schedule, ways, series=series, settings=NATIVE)
 
 
-def _counts(at: Rank, name: str, asked: str = "copy=batch") -> tuple[int, int]:
+def _counts(at: Rank, name: str, ways: str = "copy=batch") -> tuple[int, int]:
     """Batches and single copies of a warm call."""
     case = equal(3, 12, 16, 8, schedule=name)
-    with clean(), asking(asked):
+    with clean(), asking(ways):
         all_exact(at, [case] * 4)
         ficco.synchronize()
         before = calls(BATCH), calls(COPY)
@@ -60,21 +60,21 @@ def _counts(at: Rank, name: str, asked: str = "copy=batch") -> tuple[int, int]:
 
 @on_double(3, fresh=True, settings=NATIVE)
 def test_neighbours_to_several_peers_are_one_call(at: Rank) -> None:
-    """Copies to two peers. A pulled copy waits for its peer, and a lane for each peer has no
-    neighbours."""
+    """Neighbouring copies to two peers are one batch. A pulled copy waits for its peer, and a lane
+    that serves one peer has no neighbours."""
     for copies, name in (2, "shard-overlap"), (6, "hetero-fused-1d:pieces=3"):
         assert _counts(at, name) == (copies // 2, 0)
         assert _counts(at, name, "") == (0, copies)
-    for name in ALONE:
+    for name in SEPARATE:
         assert _counts(at, name)[0] == _counts(at, name, "")[0] == 0
 
 
 def limited(folder: Path, key: str, limits: Sequence[int]) -> list[str]:
-    """Machine files with limits of their copies."""
+    """Machine files, each with one of the limits of ``key``."""
     base = replace(load(configs() / "mi300x-8.yaml"), ranks=3)
-    files = [str(folder / f"{most}.yaml") for most in limits]
-    for most, file in zip(limits, files, strict=True):
-        machine = replace(base, name=f"limit{most}", **{key: most})
+    files = [str(folder / f"{limit}.yaml") for limit in limits]
+    for limit, file in zip(limits, files, strict=True):
+        machine = replace(base, name=f"limit{limit}", **{key: limit})
         save(machine, file)
         assert load(file) == machine
     return files
@@ -82,14 +82,14 @@ def limited(folder: Path, key: str, limits: Sequence[int]) -> list[str]:
 
 def _of_the_machine(at: Rank, files: list[str]) -> list[tuple[int, int]]:
     counts = []
-    for file, asked in (*((file, "") for file in files), (files[0], "copy=dtod")):
+    for file, ways in (*((file, "") for file in files), (files[0], "copy=dtod")):
         with ficco.options(machine=file):
-            counts.append(_counts(at, "shard-overlap", asked))
+            counts.append(_counts(at, "shard-overlap", ways))
     return counts
 
 
 def test_the_machine_file_limits_batches(tmp_path: Path) -> None:
-    """Copies of 768 bytes; the variable overrides the file."""
+    """The copies have 768 bytes. FICCO_HIP overrides the file."""
     files = limited(tmp_path, "batched_copies", (768, 767, 0))
     for counts in run(3, _of_the_machine, files, settings=NATIVE):
         assert counts == [(1, 0), (0, 2), (0, 2), (0, 2)]
@@ -97,7 +97,7 @@ def test_the_machine_file_limits_batches(tmp_path: Path) -> None:
 
 @on_double(3, fresh=True)
 def test_a_release_without_batches_copies_one_by_one(at: Rank) -> None:
-    """The HIP of ROCm 7.2 has the function, which copies one by one and refuses attributes."""
+    """In the HIP of ROCm 7.2 the function copies one by one and rejects attributes."""
     case = equal(3, 12, 16, 8, schedule="shard-overlap")
     with warnings.catch_warnings(record=True) as raised, clean(), asking("copy=batch"):
         warnings.simplefilter("always")
@@ -105,7 +105,7 @@ def test_a_release_without_batches_copies_one_by_one(at: Rank) -> None:
         ficco.synchronize()
         copy = engine().capabilities().copy
     assert copy.startswith(f"{COPY}, for want of {BATCH}") and not calls(BATCH)
-    warned = [str(one.message) for one in raised if BATCH in str(one.message)]
+    warned = [str(entry.message) for entry in raised if BATCH in str(entry.message)]
     assert len(warned) == (at.rank == 0)
     for part in ("FICCO_HIP=copy=batch", "required HIP 7.12", "got HIP 7.2", "one by one"):
         assert all(part in warning for warning in warned)
@@ -121,7 +121,7 @@ def test_graphs_hold_single_copies(at: Rank) -> None:
 
 @on_double(3, fresh=True, settings=NATIVE, timeout=120)
 def test_rows_of_experts_are_batches(at: Rank) -> None:
-    """Rows of each expert of a peer are a copy; a call may have none for it."""
+    """The rows of each expert of a peer are one copy. A call may have no rows for a peer."""
     with asking("copy=batch"):
         every_way(at, Layer((7, 0, 5), experts=6, top_k=2))
     assert calls(BATCH)
@@ -162,20 +162,20 @@ def test_the_double_refuses_batches_that_depend_on_their_order(at: Rank) -> None
     memory = int(hip.hipMalloc(4096)[1])
 
     def batch(dst: list[int], src: list[int], sizes: list[int]) -> None:
-        ends = [np.array([memory + at for at in one], np.int64) for one in (dst, src)]
+        ends = [np.array([memory + at for at in offsets], np.int64) for offsets in (dst, src)]
         hip_api.copy_batch(*ends, np.array(sizes, np.int64), stream)
 
     hip_api.start()
     batch([0, 512], [1024, 1024], [512, 512])  # one source for two copies
     order = "copies 0 and 1 depend on their order"
-    for *wrong, said in (
+    for *operands, message in (
         ([0, 511], [1024, 2048], [512, 512], order),  # both write a byte
         ([0, 1024], [1024, 2048], [512, 512], order),  # the second writes the source of the first
         ([0, 512], [1024, 2048], [512, 0], "copy 1 has no bytes"),
     ):
         with pytest.raises(BackendError, match=BATCH):
-            batch(*wrong)
-        assert said in double().double_said().decode()
+            batch(*operands)
+        assert message in double().double_said().decode()
         double().double_violations()
     while hip.hipStreamQuery(stream)[0]:
         pass
@@ -185,7 +185,7 @@ def test_the_double_refuses_batches_that_depend_on_their_order(at: Rank) -> None
 
 def _cuts(at: Rank, files: list[str]) -> list[tuple[int, int]]:
     """Contiguous and 2D copies of warm, exact calls under each machine file."""
-    counts, cases = [], [equal(3, 12, 16, 8, schedule=name) for name in (LANES[0], ALONE[2])]
+    counts, cases = [], [equal(3, 12, 16, 8, schedule=name) for name in (LANES[0], SEPARATE[2])]
     for file in files:
         with mock.patch.dict(os.environ, FICCO_MACHINE=file), clean():  # read by a new engine
             all_exact(at, cases * 2)
@@ -198,7 +198,7 @@ def _cuts(at: Rank, files: list[str]) -> list[tuple[int, int]]:
 
 
 def test_the_machine_file_limits_copies(tmp_path: Path) -> None:
-    """Pieces of 512 bytes of copies of 768, and of four rows of 2D copies."""
+    """Copies of 768 bytes become pieces of at most 512 bytes, 2D copies pieces of whole rows."""
     files = limited(tmp_path, "largest_copy", (0, 512, 128))
     for whole, halves, more in run(3, _cuts, files, settings=NATIVE):
         assert whole[0] < halves[0] < more[0] and whole[1] <= halves[1] < more[1]

@@ -1,5 +1,5 @@
-"""Calls in turns, of several groups and out of step, on the HIP engine: tests of other modules on
-ranks with the double of its library. What each operator promises there is in ``tests/contract``."""
+"""Interleaved calls, several groups and mismatches on the HIP engine: tests of other modules with
+the double of HIP's library. ``tests/contract`` has the tests of each operator."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _on_the_double(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
 
 
 def _served(at: Rank, fn: Callable[..., Any], *args: Any) -> Any:
-    """A call that no other engine serves, not even in a thread of its own."""
+    """Run ``fn`` with the HIP engine only, in all threads."""
     ficco.dma.cpu.CpuEngine = None
     ficco.set_options(engine="hip", on_timeout="raise", timeout_s=20)
-    found = fn(at, *args)
+    result = fn(at, *args)
     hip_ranks.spotless()
-    return found
+    return result
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,8 +52,8 @@ def device() -> Iterator[str]:
         yield "cpu"
 
 
-def _looked_for_late(at: Rank, *args: Any) -> dict[str, Any]:
-    """As :func:`test_faults._mismatch` where a rank looks at a call once that is over."""
+def _examined_late(at: Rank, *args: Any) -> dict[str, Any]:
+    """:func:`test_faults._mismatch` on ranks that examine a call only after it is over."""
     from ficco.dma import hip_api as hip
 
     look = hip.Event.over
@@ -69,8 +69,8 @@ def _looked_for_late(at: Rank, *args: Any) -> dict[str, Any]:
         return test_faults._mismatch(at, *args)
 
 
-@pytest.mark.parametrize("fn", [test_faults._mismatch, _looked_for_late], ids=["", "late"])
+@pytest.mark.parametrize("fn", [test_faults._mismatch, _examined_late], ids=["", "late"])
 def test_mismatch_when_warm(fn: Callable[..., Any]) -> None:
-    """Also of calls that are over: they got through on what was sent for another one."""
-    found = ranks.run(3, fn, MISMATCHES["dtype"], 2, "warm", (None, None))
-    test_faults.assert_mismatch(found, 2)
+    """A call that is over can mismatch: it ended with data that peers sent for another call."""
+    outcomes = ranks.run(3, fn, MISMATCHES["dtype"], 2, "warm", (None, None))
+    test_faults.assert_mismatch(outcomes, 2)

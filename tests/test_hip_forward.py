@@ -1,8 +1,8 @@
-"""HIP's library on CUDA's driver (hip_forward/), as far as it can be run without a GPU.
+"""HIP's library on CUDA's driver (hip_forward/), without a GPU.
 
-Under it lies a driver that hands everything on to the strict double: hip-python, the forwarding
-library, CUDA's API, and HIP's again. So every call goes through, with all of its arguments.
-``hip_on_cuda.py`` runs the same library on GPUs.
+A fake driver forwards CUDA's calls to the strict double, so each call passes hip-python, the
+forwarding library, CUDA's API and HIP's API with all of its arguments. ``hip_on_cuda.py`` runs the
+forwarding library on GPUs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from test_hip import BY_KERNEL, BY_NOCU, BY_PEER, CODES, COPY, LAUNCH, Error, in
 import ficco
 
 API = Path(__file__).parents[1] / "ficco" / "dma" / "hip_api.py"
-#: Where the libraries of :mod:`hip_ranks` are found by what is below them.
+#: Variables that name a library of :mod:`hip_ranks` to the layer that loads it.
 LIBRARIES: dict[str, Callable[[], Path]] = {
     hip_ranks.LIBRARY: hip_ranks.forward,
     "HIP_FORWARD_DRIVER": hip_ranks.fake_driver,
@@ -39,16 +39,16 @@ LIBRARIES: dict[str, Callable[[], Path]] = {
 
 
 def run(world: int, fn: Callable[..., Any], *args: Any) -> Any:
-    """As :func:`hip_ranks.run`, with the forwarding library on the double; the ranks stay."""
+    """:func:`hip_ranks.run` with the forwarding library on the double, on ranks that stay."""
     env = {name: str(library()) for name, library in LIBRARIES.items()}
-    where: Any = {"env": env, "settings": {"WAIT_ANY": 1}, "series": "10", "fresh": False}
-    return hip_ranks.run(world, _adopting, fn, *args, **where)
+    options: Any = {"env": env, "settings": {"WAIT_ANY": 1}, "series": "10", "fresh": False}
+    return hip_ranks.run(world, _adopting, fn, *args, **options)
 
 
 def _adopting(at: Rank, fn: Callable[..., Any], *args: Any) -> Any:
-    """CPU tensors are the double's memory; the library above it knows nothing of that."""
-    found = hip_ranks.double()
-    adopt, forget = found.double_adopt, found.double_forget
+    """Register CPU tensors as memory of the double, which the forwarding library cannot do."""
+    double = hip_ranks.double()
+    adopt, forget = double.double_adopt, double.double_forget
     adopt.argtypes, forget.argtypes = [ctypes.c_void_p, ctypes.c_size_t], [ctypes.c_void_p]
     with mock.patch.object(host_gpu, "adopter", lambda: (adopt, forget)):
         return compiling(at, fn, *args)
@@ -58,7 +58,7 @@ def test_replays() -> None:
     run(3, replayed, ["hetero-fused-2d:pieces=2"], 6)
 
 
-#: What is asked for, and a call that it takes.
+#: Requests in FICCO_HIP, and a HIP call that each leads to.
 WAYS = {
     "": COPY,
     "signals=uncached": "hipStreamWaitValue32",
@@ -71,13 +71,13 @@ WAYS = {
 
 def _by(at: Rank, ways: dict[str, str], products: Sequence[tuple[str, Case]]) -> None:
     names = "shard-overlap:pull", "hetero-fused-2d", "serial:kernel"
-    for way, used in ways.items():
+    for way, name in ways.items():
         with clean(), asking(way):
-            before = calls(used)
+            before = calls(name)
             all_exact(at, [equal(2, 12, 20, 8, schedule=name) for name in names])
             operators.all_exact(at, products)
             ficco.synchronize()
-            assert calls(used) > before, way
+            assert calls(name) > before, way
 
 
 def test_ways() -> None:
@@ -98,49 +98,49 @@ FAILING = [
 ]
 
 
-def test_errors_come_out_as_they_are() -> None:
-    """The double's codes reach the caller as HIP's, under the names of HIP's calls."""
-    _, mine = run(2, injected, FAILING)
-    for (error, code), found in zip(FAILING, mine, strict=True):
-        fields = found.outcome.fields
+def test_errors_keep_their_codes() -> None:
+    """The caller gets the double's codes as HIP's codes, with the names of HIP's calls."""
+    _, results = run(2, injected, FAILING)
+    for (error, code), result in zip(FAILING, results, strict=True):
+        fields = result.outcome.fields
         assert (fields["call"], fields["code"]) == (error.call, CODES[code])
 
 
 def symbols(library: Path, *flags: str) -> set[str]:
     """Functions of a library."""
     command = ["nm", "-D", *flags, str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {line.split()[-1] for line in done.stdout.splitlines()}
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {line.split()[-1] for line in process.stdout.splitlines()}
 
 
 def test_forwards_all_that_the_engine_calls() -> None:
-    """Every function of the binding that the engine names, and nothing left to link."""
-    named = re.findall(r"\bcalls\.(hip\w+)|\bhip\.(hip[A-Z]\w+)\(", API.read_text())
-    names = {first or second for first, second in named}
+    """The library defines all functions that the engine names, and does not link to CUDA."""
+    matches = re.findall(r"\bcalls\.(hip\w+)|\bhip\.(hip[A-Z]\w+)\(", API.read_text())
+    names = {first or second for first, second in matches}
     names |= {"hipThreadExchangeStreamCaptureMode", "hipGetErrorString"}
-    made = {name for name in names if not re.search(r"_st$|_t$|Attributes$", name)}  # no structs
-    assert len(made) > 30 and made <= symbols(hip_ranks.forward(), "--defined-only")
+    called = {name for name in names if not re.search(r"_st$|_t$|Attributes$", name)}  # no structs
+    assert len(called) > 30 and called <= symbols(hip_ranks.forward(), "--defined-only")
     undefined = symbols(hip_ranks.forward(), "--undefined-only")
     assert not {name for name in undefined if name.startswith("cu")}
 
 
 def test_driver_functions_are_those_of_the_header() -> None:
-    """The names by which the driver is asked are of the versions that the header says; the fake
-    driver, compiled with the same header, has them all."""
+    """The library looks up driver functions under the versioned names of the header. The fake
+    driver, compiled with the same header, defines all of them."""
     text = hip_ranks.forward().read_bytes()
-    wanted = {name.decode() for name in re.findall(rb"\0(cu[A-Z]\w+)(?=\0)", b"\0" + text)}
-    assert len(wanted) > 40
-    assert wanted <= symbols(hip_ranks.fake_driver(), "--defined-only")
+    names = {name.decode() for name in re.findall(rb"\0(cu[A-Z]\w+)(?=\0)", b"\0" + text)}
+    assert len(names) > 40
+    assert names <= symbols(hip_ranks.fake_driver(), "--defined-only")
 
 
-def _first(at: Rank) -> Any:
+def _start(at: Rank) -> Any:
     from ficco.dma import hip_api
 
     return caught(hip_api.start)
 
 
 def test_without_a_driver() -> None:
-    """No driver is no device."""
+    """A missing driver counts as no device."""
     env = {hip_ranks.LIBRARY: str(hip_ranks.forward()), "HIP_FORWARD_DRIVER": os.devnull}
-    (found,) = hip_ranks.run(1, _first, env=env)
-    assert found.type == "BackendError" and "hipErrorNoDevice" in found.text
+    (error,) = hip_ranks.run(1, _start, env=env)
+    assert error.type == "BackendError" and "hipErrorNoDevice" in error.text

@@ -1,6 +1,6 @@
-"""What the HIP engine asks of its machine: the placement kernel, a version, a way of signals.
+"""The HIP engine's use of the placement kernel, of HIP's version and of library names.
 
-On the double of the HIP library, as ``test_hip.py``.
+The tests run on the double of the HIP library, like ``test_hip.py``.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import ficco
 from ficco.compute import products
 from ficco.tools.tune import communication
 
-#: Schedules whose senders pack columns where there are no 2D copies, and one that packs rows that
-#: lie apart.
+#: Schedules whose senders pack columns if the runtime lacks 2D copies. The last one packs rows with
+#: a stride.
 PACKED = ("hetero-fused-2d", "uniform-fused-2d:copy=2", "uniform-unfused-2d:pieces=3", "growing")
-#: The same for products that travel.
+#: The same for operators that send products.
 PACKED_PRODUCTS = {
     "matmul_reduce_scatter": ("uniform-fused-2d", "uniform-unfused-2d:pieces=2,compute=2"),
     "matmul_all_reduce": ("uniform-fused-2d:pieces=2", "uniform-unfused-2d"),
     "matmul_all_to_all": ("uniform-fused-2d:copy=2", "hetero-fused-2d", "hetero-unfused-2d"),
 }
-#: Calls whose columns nobody packs.
+#: Calls whose columns no rank packs.
 UNPACKED = {
     "matmul_reduce_scatter": ("hetero-unfused-2d:pieces=2", "uniform-unfused-2d:pull,compute=2"),
     "matmul_all_reduce": ("uniform-fused-2d:pieces=2,tail=2", "hetero-fused-2d:pieces=2"),
@@ -51,7 +51,7 @@ NO_RECTANGLES = {"2D": 0}
 
 
 def counted(at: Rank, names: Sequence[str], work: Callable[[], Any]) -> list[int]:
-    """How often calls of the library are made by some work, with all queues late by chance."""
+    """Numbers of HIP calls, by name, that ``work`` makes while all queues are delayed at random."""
     with clean():
         exact(at, equal(3, 4, 4, 4), 0)
         double().double_jitter(100)
@@ -95,28 +95,28 @@ def _packs_nothing(at: Rank) -> None:
 
 
 def _columns(at: Rank) -> list[list[int]]:
-    """Launches, and what PyTorch is given to do, by packing; launches and copies, without."""
-    found = [
+    """Launches and host functions of packed columns; launches and copies of unpacked columns."""
+    counts = [
         counted(at, (LAUNCH, HOST), lambda: _packs(at)),
         counted(at, (LAUNCH, COPY), lambda: _packs_nothing(at)),
     ]
-    # PyTorch would report what was tried in vain as an error of its own.
+    # PyTorch would report the error of a failed trial as its own.
     assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
-    return found
+    return counts
 
 
 def test_columns_without_2d_copies_go_by_the_placement_kernel() -> None:
-    """Each packing is one launch, and without a compiler one operation of PyTorch's. Columns that
-    nobody packs are one launch too, and without a compiler a copy for each row."""
-    given: Any = {"series": "10", "settings": NO_RECTANGLES}
+    """Packing takes one launch, or one PyTorch operation without a compiler. Columns that are not
+    packed take one launch, or one copy per row without a compiler."""
+    options: Any = {"series": "10", "settings": NO_RECTANGLES}
     by_kernel, by_torch = (
-        run(3, compiling, _columns, **given),
-        run(3, without_compiler, _columns, **given),
+        run(3, compiling, _columns, **options),
+        run(3, without_compiler, _columns, **options),
     )
-    for (packed, whole), (packed_by_torch, by_rows) in zip(by_kernel, by_torch, strict=True):
+    for (packed, unpacked), (packed_by_torch, by_rows) in zip(by_kernel, by_torch, strict=True):
         assert packed_by_torch[0] == by_rows[0] == 0
         assert packed[0] == packed_by_torch[1] - packed[1] > 20
-        assert whole[0] > 50 and by_rows[1] - whole[1] > 10 * whole[0]
+        assert unpacked[0] > 50 and by_rows[1] - unpacked[1] > 10 * unpacked[0]
 
 
 def test_packing_is_captured() -> None:
@@ -134,9 +134,9 @@ def test_nothing_is_packed_where_the_runtime_copies_rectangles(at: Rank) -> None
 
 
 def _failing(at: Rank, names: Sequence[str]) -> list[tuple[Any, int, int]]:
-    """Of each call that fails on rank 1 while columns are packed: the outcome, what is launched and
-    what is unloaded. Kernels that are asked for afterwards are there."""
-    found = []
+    """The outcome, launches and unloaded modules for each HIP call that fails on rank 1 during
+    packing. Schedules that need kernels work afterwards."""
+    outcomes = []
     case = equal(2, 24, 40, 16, schedule="hetero-fused-2d")
     for name in names:
         launched, unloaded = calls(LAUNCH), calls("hipModuleUnload")
@@ -154,18 +154,18 @@ def _failing(at: Rank, names: Sequence[str]) -> list[tuple[Any, int, int]]:
             before = calls(LAUNCH)
             exact(at, case.on(schedule="hetero-fused-2d:kernel"), 1)
             assert calls(LAUNCH) > before
-        found.append((outcome, launched, calls("hipModuleUnload") - unloaded))
-    return found
+        outcomes.append((outcome, launched, calls("hipModuleUnload") - unloaded))
+    return outcomes
 
 
 def test_kernels_that_fail() -> None:
-    """If they cannot be loaded, PyTorch packs, and what had been loaded is unloaded at the end. A
-    launch that fails is named."""
+    """If loading fails, PyTorch packs, and the loaded modules are unloaded at the end. The error of
+    a failed launch names the call."""
     names = LOAD, "hipModuleGetFunction", LAUNCH
-    others, found = run(2, compiling, _failing, names, settings=NO_RECTANGLES)
-    assert found[:2] == [(None, 0, 1), (None, 0, 2)]
+    others, outcomes = run(2, compiling, _failing, names, settings=NO_RECTANGLES)
+    assert outcomes[:2] == [(None, 0, 1), (None, 0, 2)]
     assert all(launched > 0 for _, launched, _ in others[:2])
-    outcome, other = found[2][0], others[2][0]
+    outcome, other = outcomes[2][0], others[2][0]
     assert isinstance(outcome, Failure) and outcome.type == "BackendError"
     assert (outcome.fields["call"], outcome.fields["code"]) == (LAUNCH, "hipErrorLaunchFailure")
     assert other.type == "PeerFailed" and LAUNCH in other.text
@@ -181,56 +181,56 @@ def test_pytorch_does_not_meet_the_error(at: Rank) -> None:
 
 # Sums.
 
-#: Dtypes of operands whose parts the kernel adds up.
+#: Dtypes of operands that the kernel sums.
 SUMMED = ("bfloat16", "float32", "float16")
 
 
 def _summed(at: Rank, cases: list[tuple[str, subjects.Case]]) -> list[list[int]]:
-    """Launches, and what PyTorch is given to do, where the kernel adds up and where it does."""
-    found = []
+    """Launches and host functions, first with sums by the kernel, then with sums by PyTorch."""
+    counts = []
     for by_kernel in (True, False):
         with mock.patch.object(host_gpu.HostEngine, "_sums_by_kernel", by_kernel):
-            found.append(counted(at, (LAUNCH, HOST), lambda: operators.all_exact(at, cases)))
-    return found
+            counts.append(counted(at, (LAUNCH, HOST), lambda: operators.all_exact(at, cases)))
+    return counts
 
 
 @pytest.mark.parametrize("series", SERIES)
 def test_sums_by_the_kernel(series: str) -> None:
-    """As on a card, each is one launch; else, one operation of PyTorch's."""
+    """Each sum is one launch of the kernel, as on a GPU, or one operation of PyTorch."""
     cases = [
         (operator, subjects.Case(operators.rows_for(operator, 3, kind), (8, n), dtype, schedule))
         for operator in operators.SUMS
-        for at, schedule in enumerate(operators.schedules_of(operator)[SERIES.index(series) :: 8])
+        for i, schedule in enumerate(operators.schedules_of(operator)[SERIES.index(series) :: 8])
         for kind, n, dtype in (
-            ("ragged", 5, SUMMED[at % 3]),  # rows of no whole vectors
-            ("equal" if at % 4 else "ragged", 16, SUMMED[at % 2]),
+            ("ragged", 5, SUMMED[i % 3]),  # rows that are not whole vectors
+            ("equal" if i % 4 else "ragged", 16, SUMMED[i % 2]),
         )
-        if "kernel" not in schedule and "two-shot" not in schedule  # copies by kernel
+        if "kernel" not in schedule and "two-shot" not in schedule  # schedules that copy by kernel
     ]
-    for (launched, asked), (none, more) in pooled(3, compiling, _summed, cases, series=series):
-        assert none == 0 and launched == more - asked > len(cases) / 2
+    for (launched, hosted), (zero, total) in pooled(3, compiling, _summed, cases, series=series):
+        assert zero == 0 and launched == total - hosted > len(cases) / 2
 
 
 @on_double(2)
-def test_sharing_is_tried_on_a_stream_as_copies_have(at: Rank) -> None:
+def test_sharing_is_tried_on_a_stream_with_the_priority_of_copies(at: Rank) -> None:
     from ficco.dma import hip_api
     from ficco.dma.driver import URGENT
     from ficco.tools import probe
 
     def gather(value: Any) -> list[Any]:
-        everyone = [None] * at.world
-        dist.all_gather_object(everyone, value)
-        return everyone
+        gathered = [None] * at.world
+        dist.all_gather_object(gathered, value)
+        return gathered
 
-    with mock.patch.object(hip_api, "make_stream", wraps=hip_api.make_stream) as made:
+    with mock.patch.object(hip_api, "make_stream", wraps=hip_api.make_stream) as make_stream:
         assert probe.share("plain", at.device, at.rank, gather) == ([], [])
-    made.assert_called_once_with(URGENT)
+    make_stream.assert_called_once_with(URGENT)
 
 
 # Versions.
 
 OLD = ("needs HIP 7.2 or later", "; install ROCm 7.2 or later")
-#: Versions that a library tells, those that a binding binds if they are others, and what is said.
+#: Version of the library, version of the binding if it differs, and the error or the result.
 VERSIONS = (
     (70051831, None, ("HIP 7.0:", *OLD)),
     (60443483, None, ("HIP 6.4:", *OLD)),
@@ -251,17 +251,17 @@ def _starts(at: Rank) -> None:
     from ficco.dma import hip_api
 
     assert hip_api.runtime_version() == "7.0"  # of the double's setting
-    for version, binds, wanted in VERSIONS:
+    for version, bound, expected in VERSIONS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hip_api.calls, "hipRuntimeGetVersion", lambda version=version: version)
-            patch.setattr(hip_api, "HIP_VERSION_TUPLE", binds or hip_api.HIP_VERSION_TUPLE)
-            said = caught(lambda: f"{hip_api.start()} {hip_api.runtime_version()}")
-        if isinstance(wanted, str):
-            assert said == wanted
+            patch.setattr(hip_api, "HIP_VERSION_TUPLE", bound or hip_api.HIP_VERSION_TUPLE)
+            result = caught(lambda: f"{hip_api.start()} {hip_api.runtime_version()}")
+        if isinstance(expected, str):
+            assert result == expected
         else:
-            assert said.type == "BackendError", said
-            assert said.text.startswith("hipRuntimeGetVersion failed with HIP "), said
-            assert all(word in said.text for word in wanted), said
+            assert result.type == "BackendError", result
+            assert result.text.startswith("hipRuntimeGetVersion failed with HIP "), result
+            assert all(word in result.text for word in expected), result
 
 
 @pytest.mark.parametrize("series", SERIES)
@@ -269,45 +269,45 @@ def test_versions(series: str) -> None:
     run(1, _starts, series=series, settings={"VERSION": VERSIONS[0][0], "DEVICES": 3})
 
 
-# What it tells.
+# Names and numbers that the engine reports.
 
 
 @on_double(1)
-def test_it_names_the_library_of_products_and_no_number_of_engines(at: Rank) -> None:
-    """The double's attribute AsyncEngineCount is 2, AMD's a constant: neither is believed."""
+def test_the_engine_names_the_gemm_library_and_no_number_of_copy_engines(at: Rank) -> None:
+    """The engine ignores the attribute AsyncEngineCount, which is a constant on AMD."""
     exact(at, equal(1, 4, 4, 4), 0)
     assert engine().capabilities().products == products.library(torch.device("cpu"))
     assert engine().copy_engines() is None
 
 
-@pytest.mark.parametrize(("said", "known", "taken"), [(3, 5, 3), (None, 5, 5), (None, None, 7)])
+@pytest.mark.parametrize(("reported", "known", "used"), [(3, 5, 3), (None, 5, 5), (None, None, 7)])
 def test_the_tuner_asks_the_engine(
-    monkeypatch: pytest.MonkeyPatch, said: int | None, known: int | None, taken: int
+    monkeypatch: pytest.MonkeyPatch, reported: int | None, known: int | None, used: int
 ) -> None:
-    engine = SimpleNamespace(copy_engines=lambda: said)
+    engine = SimpleNamespace(copy_engines=lambda: reported)
     monkeypatch.setattr(communication, "workspace_of", lambda *_: SimpleNamespace(engine=engine))
     machine = SimpleNamespace(copies=known and SimpleNamespace(engines=known))
     watch = SimpleNamespace(group=None, device=None)
     site: Any = SimpleNamespace(watch=watch, machine=machine, world=8)
     monkeypatch.setattr(communication, "_copies", lambda site, step, mover, engines: engines)
-    assert communication.copies(site) == taken
+    assert communication.copies(site) == used
 
 
 def test_names_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As PyTorch prefers them; to name one uses no GPU and never fails."""
+    """The names follow PyTorch's preference. Naming a library uses no GPU and never fails."""
 
     def forbidden() -> Any:
         raise RuntimeError("no CUDA GPUs are available")
 
-    def said(hip: str | None, preferred: Callable[[], Any]) -> str:
+    def name(hip: str | None, preferred: Callable[[], Any]) -> str:
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
         return products.library(torch.device("cuda"))
 
-    unused = said("7.2", forbidden)
+    unused = name("7.2", forbidden)
     assert "hipBLASLt" in unused and "when it first uses a GPU" in unused
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for hip, preferred, words in (
+    for hip, preferred, prefix in (
         ("7.2", "Cublaslt", "hipBLASLt, "),
         ("7.2", "Cublas", "rocBLAS (through hipBLAS), "),
         ("7.2", "Ck", "CK, "),
@@ -316,8 +316,8 @@ def test_names_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "Another", "Another, "),
     ):
         library = SimpleNamespace(name=preferred)
-        assert said(hip, lambda library=library: library) == f"{words}which PyTorch prefers"
-    assert "does not tell" in said("7.2", forbidden)
+        assert name(hip, lambda library=library: library) == f"{prefix}which PyTorch prefers"
+    assert "does not tell" in name("7.2", forbidden)
     monkeypatch.setattr(torch.__config__, "show", forbidden)
     assert "does not tell" in products.library(torch.device("cpu"))
     monkeypatch.setattr(torch.__config__, "show", lambda: "BLAS_INFO=open, USE_MKL=OFF")

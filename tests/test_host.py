@@ -1,4 +1,4 @@
-"""Host memory that ranks share: ficco.dma.host."""
+"""Shared host memory: ficco.dma.host."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def share(nbytes: int = 8, timeout_s: float = 20.0, purpose: str = "test") -> Ho
 def test_names_in_the_store_can_be_used_again(at: Rank) -> None:
     store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
     for turn in range(10):
-        memory = share(64)  # under the same names in the store as the one before
+        memory = share(64)  # reuses the names of its predecessor in the store
         memory.maps[at.rank][0] = turn
         memory.barrier(10.0)
         assert [part[0] for part in memory.maps] == [turn] * at.world
-    # What an earlier group of the same name has left in the store.
+    # Entries that an earlier group of the same name has left in the store.
     old = {"token": "0", "heard": {str(rank): "1" for rank in range(at.world)}, "pid": 1, "fd": 3}
     store.set(f"ficco/leftover/{at.rank}", json.dumps(old))
     dist.barrier()
@@ -44,28 +44,28 @@ def test_names_in_the_store_can_be_used_again(at: Rank) -> None:
     share(64, purpose="leftover").barrier(10.0)
 
 
-def held() -> tuple[int, int]:
-    """Descriptors and mappings of this process whose memory is called "leak"."""
+def open_and_mapped() -> tuple[int, int]:
+    """Numbers of descriptors and mappings of this process with the purpose "leak"."""
     names = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
             names.append(os.readlink(f"/proc/self/fd/{fd}"))
     with open("/proc/self/maps") as maps:
-        counts = [sum("ficco leak" in name for name in some) for some in (names, maps)]
+        counts = [sum("ficco leak" in name for name in lines) for lines in (names, maps)]
     return counts[0], counts[1]
 
 
 @on_ranks(2)
-def test_nothing_is_left_behind(at: Rank) -> None:
+def test_memory_is_released(at: Rank) -> None:
     memory = share(purpose="leak")
-    assert held()[1] == at.world
+    assert open_and_mapped()[1] == at.world
     memory.close()
     gc.collect()
-    assert held() == (0, 0)
+    assert open_and_mapped() == (0, 0)
     for _ in range(3):
         caught(lambda: share(0 if at.rank else 8, purpose="leak"))
     gc.collect()
-    assert held() == (0, 0)
+    assert open_and_mapped() == (0, 0)
     dist.barrier()
 
 
@@ -73,15 +73,15 @@ def test_nothing_is_left_behind(at: Rank) -> None:
 def test_a_rank_that_is_absent_is_named(at: Rank) -> None:
     for missing in ([1], [0, 2]):
         if at.rank not in missing:
-            purpose, who, begin = f"nobody {missing}", f"rank {missing[0]}", time.monotonic()
+            purpose, absent, begin = f"absence of {missing}", f"rank {missing[0]}", time.monotonic()
             with pytest.raises(SignalTimeout) as raised:
                 share(timeout_s=0.4, purpose=purpose)
             error, text = raised.value, str(raised.value)
             assert (error.rank, error.peer) == (at.rank, missing[0])
-            all_of_them = "; ranks 0, 2 are absent" * (len(missing) > 1)
-            says = f"for {who} to share host memory for {purpose}{all_of_them}. {who} died"
-            assert text.startswith("ficco: rank ") and says in text, text
-            assert error.step in says and "schedule" not in text
+            others = "; ranks 0, 2 are absent" * (len(missing) > 1)
+            expected = f"for {absent} to share host memory for {purpose}{others}. {absent} died"
+            assert text.startswith("ficco: rank ") and expected in text, text
+            assert error.step in expected and "schedule" not in text
             assert 0.3 < error.seconds < 2 and time.monotonic() - begin < 2
         dist.barrier()
     memory = share()
@@ -107,7 +107,7 @@ def test_different_sizes_and_other_hosts_are_refused(at: Rank) -> None:
 
 @on_ranks(2)
 def test_a_store_that_hangs_or_an_interrupt_does_not_hang_the_rank(at: Rank) -> None:
-    """A store hangs whose host is stopped."""
+    """A store whose host is stopped hangs."""
     with pytest.MonkeyPatch.context() as patch:
         store = SimpleNamespace(set=lambda *args: time.sleep(3))
         patch.setattr(distributed_c10d, "_get_process_group_store", lambda group: store)
@@ -137,59 +137,59 @@ CODES = {
 }
 
 
-@pytest.mark.parametrize("says", [True, False])
-@pytest.mark.parametrize("then", CODES)
+@pytest.mark.parametrize("explains", [True, False])
+@pytest.mark.parametrize("reused", CODES)
 @on_ranks(2)
-def test_a_peer_that_gives_up_has_the_word(at: Rank, says: bool, then: str) -> None:
-    """Rank 1 gives up between telling where its memory is and its being mapped. ``then`` is what
-    its descriptor stands for by the time."""
-    gone = at.rank == 1
-    later: list[Any] = []
+def test_the_reason_of_a_peer_giving_up_is_raised(at: Rank, explains: bool, reused: str) -> None:
+    """Rank 1 gives up after it has published its memory and before a peer maps it. ``reused`` is
+    the kind of file that its descriptor refers to afterwards."""
+    gives_up = at.rank == 1
+    files: list[Any] = []
 
     class Broken(HostMemory):
         def _open(self, *peer: Any) -> Any:
-            if gone:
+            if gives_up:
                 raise KeyboardInterrupt
-            time.sleep(0.2)  # by now it has closed its memory
+            time.sleep(0.2)  # until rank 1 has closed its memory
             return super()._open(*peer)
 
     def interrupt() -> None:
-        if says:
-            raise KeyError("what the peer says")
+        if explains:
+            raise KeyError("reason of the peer")
 
     def share() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            if then == "a file of another user" and not gone:
+            if reused == "a file of another user" and not gives_up:
                 patch.setattr(os, "open", refuse)
             Broken(dist.group.WORLD, 8, 20.0, "test", interrupt=interrupt)
 
-    if gone:
+    if gives_up:
         with pytest.raises(KeyboardInterrupt):
             share()
-        if "file" in then:
-            later = [open(os.devnull) for _ in range(8)]
-        elif "socket" in then:
-            later = [socket.socket() for _ in range(8)]
+        if "file" in reused:
+            files = [open(os.devnull) for _ in range(8)]
+        elif "socket" in reused:
+            files = [socket.socket() for _ in range(8)]
     else:
         failure = caught(share)
     dist.barrier()
-    for each in later:
-        each.close()
-    if not gone and says:
+    for file in files:
+        file.close()
+    if not gives_up and explains:
         assert failure.type == "KeyError", failure
-    elif not gone:
-        assert failure.type == "BackendError" and failure.fields["code"] == CODES[then], failure
+    elif not gives_up:
+        assert failure.type == "BackendError" and failure.fields["code"] == CODES[reused], failure
         assert "rank 1 has just ended or given up" in failure.text
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_dead_peer_is_named_to_users_who_may_not_look_at_it(
+def test_a_dead_peer_is_named_without_permission_to_inspect_it(
     monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
-    """Its descriptors are root's as soon as it has ended, even before its parent takes note."""
+    """The descriptors of an ended process belong to root, even before its parent waits for it."""
     command = [sys.executable, "-c", "" if ended else "input()"]
     peer = subprocess.Popen(command, stdin=subprocess.PIPE)
-    if ended:  # and is not waited for
+    if ended:  # and stays a zombie
         os.waitid(os.P_PID, peer.pid, os.WEXITED | os.WNOWAIT)
 
     memory = HostMemory.__new__(HostMemory)
@@ -198,16 +198,16 @@ def test_a_dead_peer_is_named_to_users_who_may_not_look_at_it(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
         patch.setattr(os, "stat", refuse)
-        said = "rank 1 has just ended" if ended else "only if one user runs them all"
-        with pytest.raises(BackendError if ended else NotImplementedError, match=said):
+        message = "rank 1 has just ended" if ended else "only if one user runs them all"
+        with pytest.raises(BackendError if ended else NotImplementedError, match=message):
             memory._open(1, hello, "here")
     peer.communicate(b"\n")
 
 
-ALONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+ONE_RANK: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 
 
 def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(NotImplementedError, match="Linux"):
-        HostMemory(ALONE, 8, 1.0, "test")
+        HostMemory(ONE_RANK, 8, 1.0, "test")

@@ -1,8 +1,8 @@
-"""Groups on several hosts: plans of products that cross them, which ranks share a host, faults, and
-the model.
+"""Groups on several hosts: plans of products between hosts, discovery of hosts, faults, and the
+model.
 
-Ranks of one machine stand for hosts by ``FICCO_HOST``: they share no memory with those of others,
-and what goes between them goes through gloo and the group's store.
+``FICCO_HOST`` divides the ranks of one machine into hosts: ranks of different hosts share no memory
+and communicate through gloo and the group's store.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ficco.schedules import NAMED, Schedule, plans, refusal
 from ficco.schedules.gather import StagingTooSmall
 from ficco.simulate import predict
 
-#: Hosts, and ranks on each.
+#: Hosts, and ranks per host.
 TOPOLOGIES = ((2, 2), (3, 2), (2, 1), (2, 3), (3, 1))
 PIECES = "hetero-fused-1d:pieces=2"
 SCHEDULES = (
@@ -55,33 +55,33 @@ SCHEDULES = (
     "uniform-fused-1d:pieces=2,tail=3",
     "shard-overlap:kernel",
 )
-#: Seconds that a call waits for a peer, and what a busy machine may add.
+#: Seconds that a call waits for a peer, and seconds that a busy machine may add.
 PATIENCE_S, SLACK_S = 3.0, 6.0
 
 
 def problem_of(
     operator: str, hosts: int, local: int, kind: str, n: int = 16, k: int = 24, **more: Any
 ) -> Problem:
-    """``kind``: of rows, as in :mod:`subjects`."""
-    ranks, asked = range(hosts * local), {"dtype": "bfloat16", "hosts": hosts, **more}
+    """A problem whose rows per rank are of a ``kind`` of :mod:`subjects`."""
+    ranks, options = range(hosts * local), {"dtype": "bfloat16", "hosts": hosts, **more}
     rows = [block(kind, rank, 1) for rank in ranks]
     if OPERATORS[operator].blocks:
         table = [[block(kind, rank, peer) for peer in ranks] for rank in ranks]
-        return Problem.of_blocks(operator, table, n, k, **asked)
+        return Problem.of_blocks(operator, table, n, k, **options)
     if OPERATORS[operator].returns:  # the operator itself splits m rows like this
-        each, rest = divmod(sum(rows), len(ranks))
-        rows = [each + (rank < rest) for rank in ranks]
-    return Problem(operator, tuple(rows), n, k, **asked)
+        quotient, remainder = divmod(sum(rows), len(ranks))
+        rows = [quotient + (rank < remainder) for rank in ranks]
+    return Problem(operator, tuple(rows), n, k, **options)
 
 
 def served(problem: Problem) -> list[Schedule]:
-    every = map(Schedule.parse, SCHEDULES)
-    return [schedule for schedule in every if not refusal(problem, schedule)]
+    schedules = map(Schedule.parse, SCHEDULES)
+    return [schedule for schedule in schedules if not refusal(problem, schedule)]
 
 
 @contextmanager
 def host_of(at: Rank, hosts: int) -> Iterator[None]:
-    """This rank on one of so many hosts, until its group is closed."""
+    """Place this rank on one of ``hosts`` hosts until its group is closed."""
     os.environ["FICCO_HOST"] = f"host-{at.rank // (at.world // hosts)}"
     try:
         yield
@@ -93,11 +93,11 @@ def host_of(at: Rank, hosts: int) -> Iterator[None]:
 def exact(
     at: Rank, operator: str, turn: int, schedule: str = PIECES, group: Any = None, **changes: Any
 ) -> None:
-    """One call, checked in every element; ``changes`` of its case."""
-    here = at if group is None else replace(at, rank=group.rank(), world=group.size())
-    case = SUBJECTS[operator].case(Random(turn), here.world, "uneven", at.device.type)
+    """Make a call with ``changes`` of its case and compare all elements of the result."""
+    member = at if group is None else replace(at, rank=group.rank(), world=group.size())
+    case = SUBJECTS[operator].case(Random(turn), member.world, "uneven", at.device.type)
     case = case.on(schedule=schedule, needs=(), **changes)
-    subjects.exact(here, SUBJECTS[operator], case, turn, group)
+    subjects.exact(member, SUBJECTS[operator], case, turn, group)
 
 
 def all_operators(at: Rank, group: Any = None) -> None:
@@ -117,9 +117,9 @@ def test_plans_over_hosts_are_proven(operator: str) -> None:
             check(plans(problem, schedule))
 
 
-def test_what_cannot_cross_is_refused() -> None:
+def test_schedules_that_cannot_cross_hosts_are_refused() -> None:
     problem = problem_of("matmul_reduce_scatter", 2, 2, "equal")
-    for schedule, why, instead in (
+    for schedule, reason, remedy in (
         ("hetero-fused-1d:pull", "read memory of their peers", "a schedule that pushes"),
         ("ring", "from rank to rank", "another schedule"),
         ("one-shot", "read memory of their peers", "a schedule that pushes"),
@@ -127,10 +127,10 @@ def test_what_cannot_cross_is_refused() -> None:
         ("shard-overlap:beta", "beta", "another schedule"),
     ):
         assert refusal(replace(problem, hosts=1), Schedule.parse(schedule)) == ""
-        with pytest.raises(ValueError, match=f"{why}.*between hosts; take {instead}"):
+        with pytest.raises(ValueError, match=f"{reason}.*between hosts; take {remedy}"):
             plans(problem, Schedule.parse(schedule))
     gather = problem_of("all_gather_matmul", 2, 2, "equal")
-    with pytest.raises(StagingTooSmall):  # there is no ring of steps
+    with pytest.raises(StagingTooSmall):  # network steps do not reuse staging as a ring
         plans(gather, Schedule.parse("hetero-fused-1d:pieces=4"), 1000)
     with pytest.raises(InvalidArgument, match="a divisor of 4 ranks, got 3"):
         replace(gather, hosts=3)
@@ -141,7 +141,7 @@ def network(steps: Sequence[Step]) -> list[int]:
 
 
 def crossing(steps: Sequence[Step]) -> list[Transfer]:
-    """The moves of all network steps."""
+    """The transfers of all network steps."""
     works = (step.work for step in steps)
     return [move for work in works if isinstance(work, Crossing) for move in work.moves]
 
@@ -157,22 +157,22 @@ def test_ranks_connect_although_some_have_nothing_to_send(at: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "got"),
+    ("members", "refused"),
     [
         *(((0, 2), ""), ((1, 2), ""), ((2, 3), "")),
         *(((0, 1, 2), "host-0: 2, host-1: 1"), ((1, 2, 3), "host-0: 1, host-1: 2")),
     ],
 )
 @on_ranks(4)
-def test_groups_have_whole_hosts_or_as_many_ranks_of_each(at: Rank, members: Any, got: str) -> None:
-    """Calls of two groups with the same ranks, and of all ranks, by turns."""
+def test_groups_have_whole_hosts_or_equal_parts(at: Rank, members: Any, refused: str) -> None:
+    """Calls of two groups with the same ranks alternate, then all ranks call."""
     groups = [dist.new_group(list(members)) for _ in range(2)]
     with host_of(at, 2), ficco.options(timeout_s=60):
         if at.rank in members:
             outcome = caught(lambda: [all_operators(at, group) for group in groups * 2])
-            if got:
+            if refused:
                 assert outcome.type == "NotImplementedError"
-                words = f"as many on each, got by rank {got}; pass a group made by"
+                words = f"as many on each, got by rank {refused}; pass a group made by"
                 assert words in outcome.text, outcome
             else:
                 assert outcome == [None] * 4
@@ -189,29 +189,29 @@ def test_a_send_that_fails_at_once_is_a_failure_of_its_peer() -> None:
     assert "closed by peer" in str(wait.error)
 
 
-# Which ranks share a host.
+# Discovery of hosts.
 
-APART = "are on one host in containers that do not see.*name a host for each with FICCO_HOST"
+NOT_SHARED = "are on one host in containers that do not see.*name a host for each with FICCO_HOST"
 GROUP, REFUSED = "pass a group made by dist.new_group", "NotImplementedError"
-#: Names of the ranks' hosts; by rank, where these tell others that they are, their process's number
-#: as a difference; the error of a call.
+#: FICCO_HOST by rank; facts that ranks publish in place of their own, the process id as an offset;
+#: the type and text of a call's error.
 PLACES: dict[str, tuple[Sequence[str], dict[str, Any], str, str]] = {
     "two hosts": ("aabb", {}, "", ""),
     "four hosts": ("abcd", {}, "", ""),
     "one host": ("aaaa", {}, "", ""),
-    "by turns": ("abab", {}, REFUSED, f"got by rank a: 1, b: 1, a: 1, b: 1; {GROUP}"),
-    "not as many": ("abbb", {}, REFUSED, f"got by rank a: 1, b: 3; {GROUP}"),
-    "in parts": ("aaba", {}, REFUSED, f"got by rank a: 2, b: 1, a: 1; {GROUP}"),
-    "containers that are named": ("aabb", {"pids": "cczz"}, "", ""),
-    "containers": ("aaaa", {"pids": "cczz"}, REFUSED, f"ranks 0 and 2 {APART}"),
-    "one rank in a container": ("aaaa", {"pids": "cccz"}, REFUSED, f"ranks 0 and 3 {APART}"),
-    "containers of a host": ("aabb", {"pids": "ccyz"}, REFUSED, f"ranks 2 and 3 {APART}"),
-    "machines of one name": (
+    "alternating": ("abab", {}, REFUSED, f"got by rank a: 1, b: 1, a: 1, b: 1; {GROUP}"),
+    "unequal": ("abbb", {}, REFUSED, f"got by rank a: 1, b: 3; {GROUP}"),
+    "split": ("aaba", {}, REFUSED, f"got by rank a: 2, b: 1, a: 1; {GROUP}"),
+    "named containers": ("aabb", {"pids": "cczz"}, "", ""),
+    "containers": ("aaaa", {"pids": "cczz"}, REFUSED, f"ranks 0 and 2 {NOT_SHARED}"),
+    "one rank in a container": ("aaaa", {"pids": "cccz"}, REFUSED, f"ranks 0 and 3 {NOT_SHARED}"),
+    "containers of a host": ("aabb", {"pids": "ccyz"}, REFUSED, f"ranks 2 and 3 {NOT_SHARED}"),
+    "machines with one name": (
         *("aabb", {"boot": "0123", "host": "mnop"}, REFUSED),
         "rank 0 is on m, rank 1 on n; leave FICCO_HOST out",
     ),
-    # Started from one image of a running machine: boot and namespaces have the same names.
-    "machines of one boot": (
+    # Started from one image of a running machine, which has one boot id and one set of namespaces.
+    "machines with one boot id": (
         *(("",) * 4, {"host": "ccdd", "pid": (0, 0, 10_000_000, 10_000_000)}, "BackendError"),
         "or c and d are two machines with one boot id: name a host for each with FICCO_HOST",
     ),
@@ -220,10 +220,10 @@ PLACES: dict[str, tuple[Sequence[str], dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("case", PLACES)
 @on_ranks(4)
-def test_hosts_are_told_apart_or_refused_on_all(at: Rank, case: str) -> None:
-    names, told, kind, words = PLACES[case]
+def test_hosts_are_identified_or_refused_on_all_ranks(at: Rank, case: str) -> None:
+    names, replaced, kind, pattern = PLACES[case]
     facts = whereabouts()
-    for name, values in told.items():
+    for name, values in replaced.items():
         facts[name] = values[at.rank] + (facts["pid"] if name == "pid" else "")
     os.environ["FICCO_HOST"] = names[at.rank]
     try:
@@ -234,11 +234,11 @@ def test_hosts_are_told_apart_or_refused_on_all(at: Rank, case: str) -> None:
         del os.environ["FICCO_HOST"]
     assert getattr(outcome, "type", "") == kind, outcome
     if kind and (kind != "BackendError" or at.rank < 2):
-        assert re.search(words, outcome.text), outcome.text
+        assert re.search(pattern, outcome.text), outcome.text
 
 
 NO_ENGINE = {"ImportError", "BackendError", "NotImplementedError"}
-#: Types of the errors on the first and on the second host, and words of those on the first.
+#: Types of the errors on the first and on the second host, and patterns of the text on the first.
 AT_ODDS: dict[str, tuple[set[str], set[str], tuple[str, ...]]] = {
     "no engine": (NO_ENGINE, NO_ENGINE, ()),
     "one host has none": ({"PeerFailed"}, NO_ENGINE, (r"rank [23] failed: \w+Error: ", "host-1")),
@@ -253,33 +253,33 @@ AT_ODDS: dict[str, tuple[set[str], set[str], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("how", AT_ODDS)
-@on_ranks(4, timeout=30)  # not the 60 s of a timeout
-def test_hosts_at_odds_are_told_at_once(at: Rank, how: str) -> None:
-    """Once all have closed, calls are served again."""
-    second, (first_host, second_host, words) = at.rank > 1, AT_ODDS[how]
-    engine = "hip" if how == "no engine" or second and how == "one host has none" else None
-    packs = mock.patch.object(CpuEngine, "packs_columns", second and how == "engines differ")
+@pytest.mark.parametrize("clash", AT_ODDS)
+@on_ranks(4, timeout=30)  # below the timeout of 60 s
+def test_conflicts_between_hosts_are_raised_at_once(at: Rank, clash: str) -> None:
+    """After all ranks have closed the group, calls work again."""
+    second, (first_host, second_host, patterns) = at.rank > 1, AT_ODDS[clash]
+    engine = "hip" if clash == "no engine" or second and clash == "one host has none" else None
+    packs = mock.patch.object(CpuEngine, "packs_columns", second and clash == "engines differ")
     with host_of(at, 2), ficco.options(engine=engine), packs:
-        if how == "calls differ":
+        if clash == "calls differ":
             exact(at, "all_gather_matmul", 0)
-        sizes = 8, 24 if second and how == "calls differ" else 16
+        sizes = 8, 24 if second and clash == "calls differ" else 16
         failure = caught(lambda: exact(at, "all_gather_matmul", 1, "growing", sizes=sizes))
-    assert not [one for one in threading.enumerate() if "courier" in one.name]
+    assert not [thread for thread in threading.enumerate() if "courier" in thread.name]
     at.barrier()
     with host_of(at, 2):
         exact(at, "all_gather_matmul", 2)
     assert failure.type in (second_host if second else first_host), failure
-    for word in words if not second or first_host == second_host else ():
-        assert re.search(word, failure.text), failure.text
+    for pattern in patterns if not second or first_host == second_host else ():
+        assert re.search(pattern, failure.text), failure.text
 
 
 @on_ranks(4)
-def test_known_calls_of_different_hosts_that_disagree_do_not_stay_unnoticed(at: Rank) -> None:
-    """Calls that each rank knows, in another order: nobody waits for entries before them."""
+def test_warm_calls_that_disagree_between_hosts_are_noticed(at: Rank) -> None:
+    """Hosts make warm calls in different orders. Warm calls do not wait for the peers' entries."""
     known, failure = ((24, 8), (24, 16)), None
     with host_of(at, 2):
-        for turn in range(4):  # the first one connects the hosts, at the pace of the machine
+        for turn in range(4):  # the first call connects the hosts and may be slow
             exact(at, "all_gather_matmul", turn, "growing", sizes=known[turn % 2])
         for turn in range(40):
             sizes = known[(turn + at.rank // 2) % 2]
@@ -296,8 +296,8 @@ def test_known_calls_of_different_hosts_that_disagree_do_not_stay_unnoticed(at: 
 
 
 def losing(at: Rank, victims: Sequence[int], how: Any, calls: Callable[[], Any]) -> Any:
-    """Lose ranks by a signal, or do something to them, then make calls: what comes of these, after
-    how long, and what closing gives."""
+    """Send a signal to ``victims`` or run ``how`` on them, then make calls. Returns the outcome and
+    seconds of the calls, and the outcome of closing the group."""
     at.barrier()
     if at.rank in victims:
         how() if callable(how) else os.kill(os.getpid(), how)
@@ -315,7 +315,7 @@ def gathers(at: Rank, group: Any) -> None:
 def bereaved(
     at: Rank, victims: Sequence[int], how: Any, hosts: int, group: Any = None, called: Any = gathers
 ) -> Any:
-    """What a rank learns of others that are lost, where calls return before they are over."""
+    """The outcome on a rank of losing ``victims``, with calls that return before they are over."""
 
     def calls() -> None:
         for _ in range(3):
@@ -329,35 +329,35 @@ def bereaved(
         return losing(at, victims, how, calls)
 
 
-def assert_all_learn(found: Sequence[Any], victims: Sequence[int]) -> None:
-    """Every survivor gets an error in time, and some of them name who is lost: the others name one
-    that could not go on without it."""
-    survivors, blamed = set(range(len(found))) - set(victims), set()
+def assert_all_learn(outcomes: Sequence[Any], victims: Sequence[int]) -> None:
+    """All survivors get an error in time. Some errors name a lost rank, the others a survivor that
+    depends on a lost rank."""
+    survivors, blamed = set(range(len(outcomes))) - set(victims), set()
     for rank in survivors:
-        outcome, seconds, closed = found[rank]
-        blamed |= {one["peer"] for one in gave_up(outcome)}
+        outcome, seconds, closed = outcomes[rank]
+        blamed |= {entry["peer"] for entry in gave_up(outcome)}
         assert seconds < PATIENCE_S + SLACK_S
         assert "host-" in outcome.text, outcome
         assert closed is None, closed
-    assert blamed & set(victims), [found[rank][0].text for rank in survivors]
+    assert blamed & set(victims), [outcomes[rank][0].text for rank in survivors]
 
 
 @contextmanager
 def _clocks_ahead(seconds: float) -> Iterator[None]:
-    """What this process reads of any clock is ahead by so much; what it waits for comes in time."""
+    """All clocks that this process reads are ahead by ``seconds``; its timed waits are not."""
     timespec = host._timespec
     with ExitStack() as stack:
         for name in ("time", "monotonic", "perf_counter"):
             clock = getattr(time, name)
             ahead = partial(lambda clock: clock() + seconds, clock)
             stack.enter_context(mock.patch.object(time, name, ahead))
-        back = mock.patch.object(host, "_timespec", lambda at: timespec(at - seconds))
-        stack.enter_context(back)
+        corrected = mock.patch.object(host, "_timespec", lambda at: timespec(at - seconds))
+        stack.enter_context(corrected)
         yield
 
 
 def _by_other_clocks(at: Rank, victims: Sequence[int], how: int) -> Any:
-    """Hosts have been up for different times, and do not agree on the date."""
+    """The clocks of the hosts differ by 1e6 s."""
     with _clocks_ahead(1e6 * (at.rank // 2)):
         with host_of(at, 2):
             all_operators(at)
@@ -369,8 +369,8 @@ def _by_other_clocks(at: Rank, victims: Sequence[int], how: int) -> Any:
     ("victims", "how"), [((1,), signal.SIGKILL), ((2, 3), signal.SIGSTOP)], ids=["rank", "host"]
 )
 def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], how: int) -> None:
-    where: Any = {"fresh": True, "catch": True, "lost": victims}
-    assert_all_learn(run(4, _by_other_clocks, victims, how, **where), victims)
+    options: Any = {"fresh": True, "catch": True, "lost": victims}
+    assert_all_learn(run(4, _by_other_clocks, victims, how, **options), victims)
 
 
 # The model.
@@ -384,8 +384,8 @@ def described(name: str, **changes: Any) -> Machine:
     return replace(machine, **changes)
 
 
-def test_what_crosses_takes_the_time_of_its_bytes() -> None:
-    """Where the card is slow, the call takes as long as the rail's bytes and what follows."""
+def test_transfers_between_hosts_take_the_time_of_their_bytes() -> None:
+    """With a slow network card a call lasts as long as its rail's bytes and the steps after."""
     slow = replace(CARD, bandwidth=1e9)
     on, shared = (described("h100-8", network=replace(slow, sharing=by)) for by in (1, 8))
     for hosts, operator in ((2, "all_gather_matmul"), (4, "matmul_reduce_scatter")):
@@ -396,7 +396,7 @@ def test_what_crosses_takes_the_time_of_its_bytes() -> None:
             assert wire_s < seconds < wire_s * 1.2, (operator, name)
         seconds = predict(problem, Schedule.parse("shard-overlap"), shared, "queued")
         assert seconds == pytest.approx(8 * wire_s, rel=0.05)
-    # Where rows differ, all ranks are simulated: those of one host share its cards.
+    # With unequal rows all ranks are simulated. The ranks of a host share its cards.
     rows = (512, 256) * 4
     problem = Problem("all_gather_matmul", rows, 64, 4096, "bfloat16", hosts=2)
     on = described("h100-8", ranks=4, network=replace(slow, sharing=4))
@@ -408,16 +408,16 @@ def test_choices_over_hosts_need_a_network_and_no_entry_of_one_host() -> None:
     rows, by = (64,) * 8, Provenance("measured")
     names, times = ("growing", "growing"), ((1.0,) * 2, (2.0,) * 2)
     entry = Tuned("all_gather_matmul", rows, 64, 64, "bfloat16", *names, *times, by)
-    tuned, none = described("h100-8", tuned=(entry,)), described("h100-8", network=None)
-    one = Problem("all_gather_matmul", rows, 64, 64, "bfloat16")
-    assert decide(one, machine=tuned, mode="queued").source == "tuned"
-    assert decide(replace(one, hosts=2), machine=tuned, mode="queued").source == "model"
+    tuned, no_network = described("h100-8", tuned=(entry,)), described("h100-8", network=None)
+    one_host = Problem("all_gather_matmul", rows, 64, 64, "bfloat16")
+    assert decide(one_host, machine=tuned, mode="queued").source == "tuned"
+    assert decide(replace(one_host, hosts=2), machine=tuned, mode="queued").source == "model"
     problem = Problem("all_gather_matmul", (64,) * 16, 64, 64, "bfloat16", hosts=2)
-    decision = decide(problem, machine=none, mode="queued")
+    decision = decide(problem, machine=no_network, mode="queued")
     assert decision.source in ("rule", "fallback") and "lacks network" in decision.reason
     assert str(decide(problem, mode="idle").schedule) == IN_ROWS
     for n, expected in ((64, IN_ROWS), (65, IN_COLUMNS)):
         scatters = Problem("matmul_reduce_scatter", (64,) * 16, n, 64, "float32", hosts=2)
         assert str(decide(scatters, mode="idle").schedule) == expected
     with pytest.raises(ValueError, match="required the block 'network'"):
-        predict(problem, Schedule.parse("growing"), none, "queued")
+        predict(problem, Schedule.parse("growing"), no_network, "queued")

@@ -1,4 +1,4 @@
-"""Attention over a sequence that ranks of several hosts share: plans, faults, and the model."""
+"""Attention to a sequence sharded over several hosts: plans, faults, and the model."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from ficco.proof import check
 from ficco.schedules import Schedule, StagingTooSmall, plans
 from ficco.schedules.attention import attention_plans
 
-PROJECTED = [one for one in SUBJECTS["ulysses_project"].schedules(4, hosts=2) if one != "auto"]
+PROJECTED = [name for name in SUBJECTS["ulysses_project"].schedules(4, hosts=2) if name != "auto"]
 
 
 # Plans.
 
 
-@pytest.mark.parametrize("operator", [name for name, one in OPERATORS.items() if one.blocks])
+@pytest.mark.parametrize("operator", [name for name, facts in OPERATORS.items() if facts.blocks])
 def test_plans_of_projections_are_proven(operator: str) -> None:
     channels = [8, 8], [1, 2, 3, 4], [6] * 6, [8, 4, 12] * 2
     for turn, schedule in enumerate(PROJECTED):
-        some, hosts = channels[turn % 4], (2, 2, 3, 2)[turn % 4]
+        own, hosts = channels[turn % 4], (2, 2, 3, 2)[turn % 4]
         wide = operator == "matmul_all_to_all"
-        table = [some if wide else [one] * len(some) for one in some]
-        asked: Any = {"transposed": True, "hosts": hosts}
-        problem = Problem.of_blocks(operator, table, 12, 20, "bfloat16", **asked)
+        table = [own if wide else [count] * len(own) for count in own]
+        options: Any = {"transposed": True, "hosts": hosts}
+        problem = Problem.of_blocks(operator, table, 12, 20, "bfloat16", **options)
         check(plans(problem, Schedule.parse(schedule)))
 
 
-def test_what_cannot_cross_is_refused() -> None:
+def test_schedules_that_cannot_cross_hosts_are_refused() -> None:
     forward = problem_of(4, 8, hosts=2)
     for name in ("growing:pull", "serial:pull", "ring"):
-        does = "pass rows on" if name == "ring" else "read memory of their peers"
-        why = f"ranks {does}.*, which no rank can do between hosts; take growing"
+        action = "pass rows on" if name == "ring" else "read memory of their peers"
+        reason = f"ranks {action}.*, which no rank can do between hosts; take growing"
         for problem in (forward, forward.gradient()):
-            with pytest.raises(ValueError, match=why):
+            with pytest.raises(ValueError, match=reason):
                 attention_plans(problem, Schedule.parse(name))
     with pytest.raises(StagingTooSmall, match="workspace_bytes: required at least"):
         attention_plans(forward, Schedule.parse("growing"), staging_bytes=2_000)
@@ -61,13 +61,13 @@ def test_what_cannot_cross_is_refused() -> None:
 
 
 def attends(at: Rank, group: Any) -> None:
-    """Also gradients."""
+    """Attention and its gradients."""
     shards = [torch.ones(1, 4, 8, 16, requires_grad=True) for _ in "qkv"]
     ficco.all_gather_attention(*shards, schedule="shard-overlap").sum().backward()
 
 
 def _loses(at: Rank) -> Any:
-    """What a rank learns where all connections of one with other hosts end."""
+    """The outcome on a rank when all connections of rank 3 with other hosts end."""
     connect = GlooLinks.__init__
 
     def connected(links: GlooLinks, engine: Any) -> None:
@@ -79,23 +79,23 @@ def _loses(at: Rank) -> Any:
         return bereaved(at, (3,), _cut, 2, None, attends)
 
 
-#: Files that were opened to reach other hosts.
+#: Descriptors that were opened to connect to other hosts.
 wires: list[str] = []
 
 
 def _cut() -> None:
-    """Break those of them that are connections."""
-    for file in wires:
+    """Shut down the connections among ``wires``."""
+    for descriptor in wires:
         with contextlib.suppress(OSError):
-            one = socket.socket(fileno=os.dup(int(file)))
-            one.getpeername()  # not one that listens, whose thread would end the process
-            one.shutdown(socket.SHUT_RDWR)
+            connection = socket.socket(fileno=os.dup(int(descriptor)))
+            connection.getpeername()  # spares a listening socket: its thread would end the process
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_lost_wire_is_named() -> None:
-    found = run(4, _loses, fresh=True, catch=True)
-    assert_all_learn(found, [3])
-    assert gave_up(found[3][0])
+    outcomes = run(4, _loses, fresh=True, catch=True)
+    assert_all_learn(outcomes, [3])
+    assert gave_up(outcomes[3][0])
 
 
 # The model.
@@ -109,11 +109,11 @@ def test_auto_goes_by_the_network(hosts: int, masks: dict[str, Any]) -> None:
     problem = problem_of(4 * hosts, 4096, 1, 32, 8, 128, hosts=hosts, **masks)
     decision = decide(problem, machine=on)
     assert decision.source == "model" and not decision.schedule.pull
-    seconds = {one.schedule: one.queued for one in decision.candidates}
+    seconds = {candidate.schedule: candidate.queued for candidate in decision.candidates}
     assert {*seconds} == {name for name in family.compared if "pull" not in name}
     assert seconds[str(decision.schedule)] == min(seconds.values())
-    assert all(one.share < 1 for one in decision.candidates)
-    # Where the card is slow, the call takes as long as what a rank gets from all of its rail.
+    assert all(candidate.share < 1 for candidate in decision.candidates)
+    # With a slow network card a call takes as long as the rows that a rank receives on its rail.
     slow = replace(on, network=replace(CARD, bandwidth=1e8))
     wire_s = (hosts - 1) * problem.rows * problem.kv_cols * 2 / 1e8
     bound = family.bounds(problem, slow, "queued")["copies"]

@@ -1,4 +1,4 @@
-"""Expert-parallel layers whose ranks are on several hosts, which share no memory."""
+"""Expert-parallel layers over several hosts, which share no memory."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def layer_of(
 @settings(max_examples=40)
 @given(data=st.data())
 def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
-    """Also, every row of another host is sent to each rank that multiplies it, and comes back,
-    once; and copies stay within a host."""
+    """Each row for another host is sent once to each rank that multiplies it, and returns once.
+    Copies stay within a host."""
     operator = data.draw(st.sampled_from(list(EXPERT_OPERATORS)))
     hosts, local = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     sizes = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
     facts = ["gathers", "exact", "keeps", *(["indexed"] if operator == "experts" else [])]
-    more = dict.fromkeys(data.draw(st.sets(st.sampled_from(facts))), True)
-    layer = layer_of(operator, hosts, local, *sizes, **more)
-    made = expert_plans(layer, Schedule.parse(data.draw(st.sampled_from(SCHEDULES))))
-    check(made)
-    each = (layer.world - local) * layer.experts * layer.capacity
-    for plan in made if hosts > 1 else ():
+    options = dict.fromkeys(data.draw(st.sets(st.sampled_from(facts))), True)
+    layer = layer_of(operator, hosts, local, *sizes, **options)
+    proven = expert_plans(layer, Schedule.parse(data.draw(st.sampled_from(SCHEDULES))))
+    check(proven)
+    rows = (layer.world - local) * layer.experts * layer.capacity
+    for plan in proven if hosts > 1 else ():
         copies = [move for step in plan.steps if (move := step.copy)]
         assert all(copy.dst.rank // local == plan.rank // local for copy in copies)
         moves = crossing(plan.steps)
         sent = sum(move.batch * move.src.rows for move in moves if move.src.rank == plan.rank)
-        come = sum(move.batch * move.src.rows for move in moves if move.dst.rank == plan.rank)
-        assert sent == come == each * (layer.dispatches + layer.combines), layer
+        received = sum(move.batch * move.src.rows for move in moves if move.dst.rank == plan.rank)
+        assert sent == received == rows * (layer.dispatches + layer.combines), layer
 
 
 # The model.
@@ -69,47 +69,47 @@ def test_timelines_have_the_bytes_of_whole_batches(hosts: int) -> None:
     layer = layer_of("experts", hosts, 4 // hosts)
     for plan in expert_plans(layer, Schedule.parse("growing")):
         sent = [work(plan, step)[1] for step in plan.steps if step.op in ("copy", "network")]
-        each = layer.experts * layer.capacity * (layer.k + layer.n) * 4
-        assert sum(sent) == (layer.world - 1) * each
+        expected = layer.experts * layer.capacity * (layer.k + layer.n) * 4
+        assert sum(sent) == (layer.world - 1) * expected
 
 
 # Calls.
 
 
 def over(at: Rank, hosts: int, called: Callable[..., Any], *args: Any) -> None:
-    """Call ``called(at, *args)`` on a rank of one of so many hosts."""
+    """Call ``called(at, *args)`` on a rank of one of ``hosts`` hosts."""
     with host_of(at, hosts):
         called(at, *args)
 
 
 def _case(at: Rank) -> Case:
-    """Ranks tell each other how many rows they have, through the store between hosts."""
+    """A case without a capacity: ranks exchange row counts, through the store between hosts."""
     case = SUBJECT.case(Random(0), at.world, "uneven", "cpu")
     return case.on(facts={"capacity": None, "activation": "relu"})
 
 
 @on_ranks(4)
-def test_routings_that_are_made_before_they_are_used(at: Rank) -> None:
+def test_routings_made_before_their_calls(at: Rank) -> None:
     case, turns = _case(at), range(9)
     with host_of(at, 2):
         indices = [SUBJECT.constants(case, at.rank, turn) for turn in turns]
-        routings = [ficco.route(one, case.sizes[0] * at.world) for (one,) in indices]
+        routings = [ficco.route(tensor, case.sizes[0] * at.world) for (tensor,) in indices]
         for turn, routing in enumerate(routings):
-            every = [SUBJECT.make(case, rank, turn) for rank in range(at.world)]
-            operands = [one.to(torch.float32) for one in every[at.rank]]
-            (found,) = SUBJECT.call(case, operands, [routing])
-            wanted = SUBJECT.together(case, every, turn)[at.rank][0]
-            compare(found, wanted, SUBJECT, f"turn {turn}")
+            operands_of_ranks = [SUBJECT.make(case, rank, turn) for rank in range(at.world)]
+            operands = [tensor.to(torch.float32) for tensor in operands_of_ranks[at.rank]]
+            (result,) = SUBJECT.call(case, operands, [routing])
+            expected = SUBJECT.together(case, operands_of_ranks, turn)[at.rank][0]
+            compare(result, expected, SUBJECT, f"turn {turn}")
 
 
 def layered(at: Rank, group: Any) -> None:
     case = _case(at)
-    operands = [one.to(torch.float32) for one in SUBJECT.make(case, at.rank, 0)]
+    operands = [operand.to(torch.float32) for operand in SUBJECT.make(case, at.rank, 0)]
     SUBJECT.call(case, operands, SUBJECT.constants(case, at.rank, 0))
 
 
 def test_every_survivor_learns_of_a_lost_host() -> None:
     victims = (2, 3)
-    where: Any = {"fresh": True, "catch": True, "lost": victims}
-    found = run(4, bereaved, victims, signal.SIGKILL, 2, None, layered, **where)
-    assert_all_learn(found, victims)
+    options: Any = {"fresh": True, "catch": True, "lost": victims}
+    outcomes = run(4, bereaved, victims, signal.SIGKILL, 2, None, layered, **options)
+    assert_all_learn(outcomes, victims)

@@ -1,4 +1,4 @@
-"""Float8 operands over several hosts: their factors travel with the rows."""
+"""Float8 operands over several hosts. The scales travel with the rows."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ KINDS = [
 def test_plans_are_proven(operator: str) -> None:
     for turn, (scaling, topology) in enumerate(product(KINDS, TOPOLOGIES)):
         rows = "equal" if scaling.recipe == "block" else ("equal", "uneven", "few")[turn % 3]
-        asked: Any = {"dtype": "float8_e4m3fn", "scaling": scaling}
-        problem = problem_of(operator, *topology, rows, 48, 256, **asked)
+        options: Any = {"dtype": "float8_e4m3fn", "scaling": scaling}
+        problem = problem_of(operator, *topology, rows, 48, 256, **options)
         assert len(schedules := served(problem)) > 10
         for schedule in schedules[turn % 8 :: 8]:
             check(plans(problem, schedule))
@@ -43,8 +43,8 @@ def _casts(at: Rank, cases: Sequence[ScaledCase]) -> int:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_schedules_cast_exactly(operator: str) -> None:
     names = served(problem_of(operator, 2, 2, "equal"))[::2]
-    every = every_schedule(operator, 4, "cpu", some=4)
-    cases = [case.on(schedule=str(name)) for case, name in zip(every, names, strict=False)]
-    if PRODUCTS[operator].sums:  # which are rounded on their way from host to host
+    candidates = every_schedule(operator, 4, "cpu", some=4)
+    cases = [case.on(schedule=str(name)) for case, name in zip(candidates, names, strict=False)]
+    if PRODUCTS[operator].sums:  # sums are rounded between hosts
         cases = [case.on(out=torch.float32, bias=False) for case in cases]
     assert run(4, _casts, cases) == [len(cases)] * 4 and len(cases) > 5

@@ -1,4 +1,4 @@
-"""The HIP engine over several hosts, gloo between them, on the double of HIP's library."""
+"""The HIP engine over several hosts with gloo, on the double of HIP's library."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _exact(at: Rank) -> None:
 
 @pytest.mark.slow
 def test_calls_over_hosts() -> None:
-    """On one queue of the hardware a lane that waits for another host holds up all that comes after
-    it. The word that a stream waits for while the host sends is in uncached memory."""
+    """All lanes share one hardware queue, so a lane that waits for another host blocks the others.
+    Streams wait for the CPU's sends on words in uncached memory."""
     settings = {"JITTER_US": 100, "WAIT_ANY": 1, "HW_QUEUES": 1}
-    where: Any = {"env": {"FICCO_HIP": "signals=uncached"}, "settings": settings}
-    run(4, _exact, series="10", **where)
+    options: Any = {"env": {"FICCO_HIP": "signals=uncached"}, "settings": settings}
+    run(4, _exact, series="10", **options)

@@ -1,4 +1,4 @@
-"""Wrong plans over hosts: each breaks what a rule of the proof is for."""
+"""Wrong plans over hosts: each violates a rule of the proof."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def of_product(operator: str, schedule: str, local: int = 2) -> list[Plan]:
     return plans(problem_of(operator, 2, local, "equal"), Schedule.parse(schedule))
 
 
-#: Right plans of two hosts.
+#: Correct plans for two hosts.
 PLANS: dict[str, Callable[[], list[Plan]]] = {
     "gather": lambda: of_product("all_gather_matmul", PIECES),
     "gather of two ranks": lambda: of_product("all_gather_matmul", "shard-overlap:pieces=2", 1),
@@ -52,40 +52,40 @@ def passes_on(step: Step) -> bool:
 
 
 def receives_first(rank: int) -> Edit:
-    """The rank sends after all else."""
+    """Move the sends of the rank to the end of its plan."""
 
     def edit(steps: list[Step]) -> None:
-        for one in network(steps):
-            step = steps[one]
+        for index in network(steps):
+            step = steps[index]
             moves = crossing([step])
             received, sent = (
                 Crossing(tuple(move for move in moves if move[end].rank == rank)) for end in (1, 0)
             )
-            steps[one] = step._replace(work=received)
+            steps[index] = step._replace(work=received)
             steps.append(step._replace(work=sent))
 
     return edit
 
 
 def receives_in_turn(steps: list[Step]) -> None:
-    """The second piece where the first one was, once that is multiplied: engines say at the
-    beginning of a call what they expect, and no step of their own comes first."""
-    one, two = network(steps)
-    product, later = one + 2, one + 3
-    assert (two, steps[product].after, steps[later].after) == (one + 1, (one,), (two,))
-    before, after = (crossing([steps[i]]) for i in (one, two))
+    """Receive the second piece in the place of the first, after its product. Engines post receives
+    at the beginning of a call, so a receive cannot follow a step of its own rank."""
+    first, second = network(steps)
+    product, later = first + 2, first + 3
+    assert (second, steps[product].after, steps[later].after) == (first + 1, (first,), (second,))
+    before, after = (crossing([steps[i]]) for i in (first, second))
     rows = before[0].dst.rows
     moves = tuple(move._replace(dst=down(-rows)(move.dst)) for move in after)
-    products = tuple(each._replace(a=down(-rows)(each.a)) for each in steps[later].products)
-    send = steps[two]._replace(work=Crossing(moves), after=(two,))
-    steps[two], steps[product] = steps[product], send
+    products = tuple(item._replace(a=down(-rows)(item.a)) for item in steps[later].products)
+    send = steps[second]._replace(work=Crossing(moves), after=(second,))
+    steps[second], steps[product] = steps[product], send
     steps[later] = steps[later]._replace(work=Products(products), after=(product,))
 
 
 UNWRITTEN = "read before it is written|nobody has written"
 OTHER_PIECES = "rank 0 sends other pieces than rank 2 receives"
 UNSUMMED = "products of other ranks than it says|never waited for"
-#: Plans, edits by rank, and what the proof says.
+#: Plans, edits by rank, and the error of the proof.
 WRONG: list[tuple[str, dict[int, Edit], str]] = [
     ("gather", {0: change(crosses, moves=without_first)}, OTHER_PIECES),
     ("gather", {0: swap(crosses, "moves")}, OTHER_PIECES),
@@ -105,22 +105,22 @@ WRONG: list[tuple[str, dict[int, Edit], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "edits", "why"), WRONG)
-def test_wrong_plans_are_found(name: str, edits: dict[int, Edit], why: str) -> None:
-    found = PLANS[name]()
-    check(found)
+@pytest.mark.parametrize(("name", "edits", "reason"), WRONG)
+def test_wrong_plans_are_rejected(name: str, edits: dict[int, Edit], reason: str) -> None:
+    edited_plans = PLANS[name]()
+    check(edited_plans)
     for rank, edit in edits.items():
-        found = edited(found, rank, edit)
-    refused(found, why)
+        edited_plans = edited(edited_plans, rank, edit)
+    refused(edited_plans, reason)
 
 
-def test_words_are_not_posted_to_another_host() -> None:
-    """A signal that is right in all else: posted, waited for and cleared, in a word of its own."""
-    found = [replace(plan, words=plan.words + 1) for plan in PLANS["gather"]()]
-    check(found)
-    signal = Signal("ready", 0, 2, 99, found[0].words - 1)
-    post = Step(None, "network0", "tells", posts=(signal,))
-    wait = Step(None, "network0", "hears", waits=(signal,), clears=(signal,))
+def test_signals_to_another_host_are_refused() -> None:
+    """The signal is correct otherwise: posted, waited for and cleared, in a word of its own."""
+    extended = [replace(plan, words=plan.words + 1) for plan in PLANS["gather"]()]
+    check(extended)
+    signal = Signal("ready", 0, 2, 99, extended[0].words - 1)
+    post = Step(None, "network0", "post", posts=(signal,))
+    wait = Step(None, "network0", "wait", waits=(signal,), clears=(signal,))
     for rank, step in ((0, post), (2, wait)):
-        found[rank] = replace(found[rank], steps=(*found[rank].steps, step))
-    refused(found, "is for a rank of another host")
+        extended[rank] = replace(extended[rank], steps=(*extended[rank].steps, step))
+    refused(extended, "is for a rank of another host")

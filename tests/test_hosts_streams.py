@@ -1,4 +1,4 @@
-"""The GPU engine over several hosts, gloo between them, on streams that are threads."""
+"""The GPU engine over several hosts with gloo, on streams that are threads."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def device() -> Iterator[str]:
 
 
 def engine() -> Any:
-    (found,) = (workspace.engine for workspace in workspaces())
-    return found
+    (engine,) = (workspace.engine for workspace in workspaces())
+    return engine
 
 
 @contextmanager
 def jitter(seed: int) -> Iterator[None]:
-    """Whatever a stream does comes late."""
+    """Delay the work of streams at random."""
     chance, put = random.Random(seed), thread_driver.Stream.put
 
     def late(stream: Any, work: Callable[[], Any]) -> None:
@@ -63,50 +63,50 @@ def jitter(seed: int) -> Iterator[None]:
 # Calls.
 
 
-@pytest.mark.parametrize("most", [0, 4])
+@pytest.mark.parametrize("queued", [0, 4])
 @on_ranks(4)
-def test_calls_in_flight(at: Rank, most: int) -> None:
-    """Calls that are enqueued before anybody waits for them. With ``most`` streams take so many
-    things at a time, and let their caller wait for more; what goes between hosts must not need it.
+def test_calls_in_flight(at: Rank, queued: int) -> None:
+    """Calls are enqueued before a rank waits for them. If ``queued``, a stream holds at most that
+    many operations and blocks its caller; transfers between hosts must not depend on the caller.
     """
     names = ("hetero-fused-1d:pieces=3", "growing", "uniform-fused-2d", "serial")
-    full = mock.patch.object(thread_driver, "SimpleQueue", partial(Queue, most))
-    with host_of(at, 2), full if most else nullcontext(), jitter(at.rank * most):
+    full = mock.patch.object(thread_driver, "SimpleQueue", partial(Queue, queued))
+    with host_of(at, 2), full if queued else nullcontext(), jitter(at.rank * queued):
         cases = [equal(at.world, 5 + i, 16, 8, schedule=name) for i, name in enumerate(names)]
         all_exact(at, cases)
         assert engine().capabilities().network == "gloo through pinned host memory"
-        engine().work.waits, under_way = False, []
+        engine().work.waits, in_flight = False, []
         for number, case in enumerate(cases * 5):
-            made = make(at, case, number)
+            operands = make(at, case, number)
             if number % 7 == at.rank:
                 time.sleep(0.02)
-            under_way.append((case, call(case, made.a, made.b), made))
+            in_flight.append((case, call(case, operands.a, operands.b), operands))
         ficco.synchronize()
-        for case, results, made in under_way:
-            verify(case, results, made)
+        for case, results, operands in in_flight:
+            verify(case, results, operands)
 
 
 @on_ranks(2)
 def test_memory_is_allocated_when_nothing_needs_the_relay(at: Rank) -> None:
-    """Memory is asked for while a call is under way. A rendezvous of PyTorch's waits for the
-    device, and no thread of Python runs meanwhile."""
+    """Memory is requested while a call is in flight. PyTorch's rendezvous waits for the device with
+    the GIL held, so no Python thread runs meanwhile."""
     with host_of(at, 2), jitter(at.rank):
         case, quiet = equal(2, 8, 16, 8, schedule="growing"), []
         exact(at, case, 0)
         engine().work.waits, allocate = False, engine()._allocate
 
-        def watched(*given: Any) -> Any:
+        def watched(*arguments: Any) -> Any:
             quiet.append(engine().quiet())
-            return allocate(*given)
+            return allocate(*arguments)
 
         engine()._allocate = watched
         for turn in range(4):
-            made = make(at, case, turn)
-            results = call(case, made.a, made.b)
-            ficco.empty((8, 16 + turn), dtype=made.a.dtype, device=made.a.device)
+            operands = make(at, case, turn)
+            results = call(case, operands.a, operands.b)
+            ficco.empty((8, 16 + turn), dtype=operands.a.dtype, device=operands.a.device)
             ficco.synchronize()
-            verify(case, results, made)
-        assert quiet == [True] * 5  # the second slot, and four tensors
+            verify(case, results, operands)
+        assert quiet == [True] * 5  # for the second slot and four tensors
 
 
 @on_ranks(2)
@@ -115,14 +115,14 @@ def test_a_call_in_a_capture_is_refused(at: Rank) -> None:
     with host_of(at, 2):
         exact(at, case, 0)
         engine().driver.capture_id = lambda stream: 7
-        found = caught(lambda: exact(at, case, 1))
-    why = "gloo moves the data between the hosts of this group.*outside of the capture, or use"
-    assert found.type == "NotImplementedError" and re.search(why, found.text), found
+        error = caught(lambda: exact(at, case, 1))
+    reason = "gloo moves the data between the hosts of this group.*outside of the capture, or use"
+    assert error.type == "NotImplementedError" and re.search(reason, error.text), error
 
 
 @on_ranks(2)
-def test_what_a_group_holds_is_given_back(at: Rank) -> None:
-    """Open files and threads of ficco's are as many after groups that come and go."""
+def test_files_and_threads_of_a_group_are_released(at: Rank) -> None:
+    """The number of open files and of ficco's threads is the same after each group."""
     counts = []
     for turn in range(3):
         with host_of(at, 2):
@@ -132,9 +132,9 @@ def test_what_a_group_holds_is_given_back(at: Rank) -> None:
         at.barrier()
         time.sleep(0.2)  # threads end by themselves
         gc.collect()
-        threads = [one for one in threading.enumerate() if one.name.startswith("ficco")]
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith("ficco")]
         counts.append(len(os.listdir("/proc/self/fd")) + len(threads))
-    # Rank 0 hosts the store, whose clients are not all gone at the same time.
+    # Rank 0 hosts the store, whose clients disconnect at different times.
     assert at.rank == 0 or counts[-1] == counts[0], counts
 
 
@@ -146,14 +146,14 @@ def reduces(at: Rank, group: Any) -> None:
 
 
 def _ends_in_an_exchange(turn: int) -> None:
-    """This process ends when it has begun to send, in one of its next exchanges."""
-    begin, left = GlooLinks.exchange, iter(range(turn - 1, -1, -1))
+    """Kill this process after the start of its ``turn``-th next exchange."""
+    begin, remaining = GlooLinks.exchange, iter(range(turn - 1, -1, -1))
 
-    def exchange(*given: Any) -> Any:
-        found = begin(*given)
-        if not next(left):
+    def exchange(*arguments: Any) -> Any:
+        exchanging = begin(*arguments)
+        if not next(remaining):
             os.kill(os.getpid(), signal.SIGKILL)
-        return found
+        return exchanging
 
     mock.patch.object(GlooLinks, "exchange", exchange).start()
 
@@ -167,29 +167,29 @@ def _ends_in_an_exchange(turn: int) -> None:
     ids=["killed", "stopped", "in an exchange"],
 )
 def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], how: Any) -> None:
-    where: Any = {"fresh": True, "catch": True, "lost": victims}
-    found = ranks.run(4, bereaved, victims, how, 2, None, reduces, **where)
-    assert_all_learn(found, victims)
-    survivors = [found[rank][0] for rank in range(4) if rank not in victims]
-    if how != signal.SIGSTOP:  # which a connection tells that breaks, before the time is up
+    options: Any = {"fresh": True, "catch": True, "lost": victims}
+    outcomes = ranks.run(4, bereaved, victims, how, 2, None, reduces, **options)
+    assert_all_learn(outcomes, victims)
+    survivors = [outcomes[rank][0] for rank in range(4) if rank not in victims]
+    if how != signal.SIGSTOP:  # a broken connection reports the end before the timeout
         ended = [f"The process of rank {victim} on host" for victim in victims]
-        assert any(text in one.text for text in ended for one in survivors), survivors
+        assert any(text in outcome.text for text in ended for outcome in survivors), survivors
     if how in (signal.SIGKILL, signal.SIGSTOP):
         for outcome in survivors:
-            assert {one["peer"] for one in gave_up(outcome)} <= {*victims}
+            assert {entry["peer"] for entry in gave_up(outcome)} <= {*victims}
 
 
 def test_the_word_of_a_lane_tells_its_step_and_peer() -> None:
-    """NCCL, without NCCL: what its step says of a peer."""
+    """The error text of NCCL's network step, without NCCL."""
     network, word = NcclNetwork.__new__(NcclNetwork), ctypes.c_uint32(0)
     network._at = ctypes.addressof(word)
     hosts = SimpleNamespace(named=lambda rank: "" if rank is None else f"host-{rank}")
     network._engine = engine = SimpleNamespace(hosts=hosts)
     engine.timed_out = partial(Engine.timed_out, engine)
-    gone = RuntimeError("NCCL error: ncclRemoteError: it is gone")
-    for operator, schedule, peer, words in (
+    remote_error = RuntimeError("NCCL error: ncclRemoteError: it is gone")
+    for operator, schedule, peer, expected in (
         ("all_gather_matmul", "growing", 3, "The process of rank 3 on host host-3 has ended"),
-        # It receives from two ranks.
+        # The step receives from two ranks.
         ("matmul_all_to_all", "uniform-fused-1d", None, "The process of a peer has ended"),
     ):
         plan = plans(problem_of(operator, 2, 2, "equal"), NAMED[schedule])[1]
@@ -199,8 +199,8 @@ def test_the_word_of_a_lane_tells_its_step_and_peer() -> None:
             missing = Missing(value - 1, peer) if value - 1 in crossing else None
             assert network.missing(plan) == missing
         word.value = crossing[0] + 1
-        lost = network._refused(plan, crossing[0], gone)
+        lost = network._refused(plan, crossing[0], remote_error)
         assert isinstance(lost, SignalTimeout) and (lost.peer, lost.ended) == (peer, True)
-        assert words in str(lost)
+        assert expected in str(lost)
     other = network._refused(plan, crossing[0], RuntimeError("NCCL error: ncclInvalidUsage"))
     assert isinstance(other, BackendError) and "ncclInvalidUsage" in str(other)

@@ -1,5 +1,4 @@
-"""What is imported when: ``import ficco`` and the command line do without PyTorch as long as they
-can."""
+"""Lazy imports: ``import ficco`` and the command line import PyTorch only when a name needs it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import ficco
 ROOT = Path(ficco.__file__).parents[1]
 
 
-def test_every_public_name_is_loaded_from_where_checkers_see_it() -> None:
+def test_public_names_are_loaded_from_the_modules_that_type_checkers_see() -> None:
     tree = ast.parse(Path(ficco.__file__).read_text())
     (checked,) = (
         node
@@ -28,15 +27,15 @@ def test_every_public_name_is_loaded_from_where_checkers_see_it() -> None:
         for alias in node.names
     }
     modules = {name for name, module in seen.items() if module == "ficco"}
-    assert modules == {*ficco._MODULES} - {"integrations"}  # which are imported by name alone
+    assert modules == {*ficco._MODULES} - {"integrations"}  # its modules have no short names
     assert {name: seen[name] for name in seen.keys() - modules} == ficco._MODULE_OF
     at_once = {"Options", "options", "set_options"}
     assert set(ficco.__all__) == ficco._MODULE_OF.keys() | at_once
     assert dir(ficco) == sorted({*ficco.__all__, *ficco._MODULES, "__version__"})
 
 
-#: In an interpreter that has not imported torch. Help and refused options import nothing heavy;
-#: names come on first use, also inside of a function that is compiled, as they are otherwise.
+#: Runs in an interpreter without torch. Help and refused options import no heavy module. A name is
+#: loaded on its first use, also in a compiled function, and is the same object as otherwise.
 FIRST_USE = """
 import sys
 import ficco
@@ -77,5 +76,5 @@ assert ficco.passes.torch_compile and ficco.__version__
 
 def test_names_are_loaded_on_first_use() -> None:
     command, env = [sys.executable, "-c", FIRST_USE], {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, env=env, text=True, capture_output=True)
+    assert process.returncode == 0, process.stderr

@@ -1,4 +1,4 @@
-"""The operators under ``torch.compile``, and as operators of ``torch.library``."""
+"""The operators under ``torch.compile`` and as operators of ``torch.library``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ficco.options import current, current_text
 from ficco.runtime import program as ranges
 from ficco.schedules import Schedule
 
-#: Compilers take their time on a busy machine.
+#: Compilers are slow on a busy machine.
 on_two_ranks = on_ranks(2, timeout=200)
 
 
@@ -52,47 +52,47 @@ def plain(operator: str, at: Rank, **changes: Any) -> tuple[Case, torch.Tensor, 
 
 
 def special(operator: str, world: int) -> Case:
-    """A case that the contract does not trace: of its layout, and of one gradient alone."""
+    """A case that the contract does not trace: a transposed b, and only the gradient of b."""
     case, rows = case_of(operator, world, 4, 6, 8), uneven(operator, world)
     return case.on(rows=rows, transposed=True, dtype="bfloat16", needs="b")
 
 
 def exact(at: Rank, case: Case, function: Callable[..., Any], iteration: int = 0) -> torch.dtype:
-    """A call through a function of both operands, and its gradients; the dtype of its result. A
-    transposed b is the view of a leaf."""
-    made = make(case, at.world, iteration)
-    a, b = operands(case, made, at)
+    """Check a call through a function of both operands, and its gradients; return the dtype of the
+    result. A transposed b is a view of a leaf."""
+    expected = make(case, at.world, iteration)
+    a, b = operands(case, expected, at)
     leaf = b.detach().t().contiguous() if case.transposed else b.detach()
     leaf.requires_grad_("b" in case.needs)
     y = function(a, leaf.t() if case.transposed else leaf)
-    same(y, made.y[at.rank], f"the product of {case}")
-    y.backward(made.g[at.rank].to(y))
+    same(y, expected.y[at.rank], f"the product of {case}")
+    y.backward(expected.g[at.rank].to(y))
     if "a" in case.needs:
-        same(a.grad, made.grad_a[at.rank].view(a.shape), f"the gradient of a of {case}")
+        same(a.grad, expected.grad_a[at.rank].view(a.shape), f"the gradient of a of {case}")
     if "b" in case.needs:
-        want = made.grad_b[at.rank]
-        same(leaf.grad, want.t() if case.transposed else want, f"the gradient of b of {case}")
+        grad = expected.grad_b[at.rank]
+        same(leaf.grad, grad.t() if case.transposed else grad, f"the gradient of b of {case}")
         assert leaf.grad.is_contiguous()
     assert leaf.grad is None or leaf.grad.dtype == leaf.dtype
     return y.dtype
 
 
-def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **how: Any) -> Any:
+def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options: Any) -> Any:
     torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend=backend, **how)
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
 
 
 @on_two_ranks
 def test_second_derivatives_are_refused(at: Rank) -> None:
-    """First ones are right where second ones may be asked for."""
+    """First derivatives are right with ``create_graph``."""
     for operator in OPERATORS:
         case, a, b = plain(operator, at)
-        made = make(case, at.world)
+        expected = make(case, at.world)
         y = OPS[operator].product(a, b, dist.group.WORLD.group_name)
-        g = made.g[at.rank].to(y).requires_grad_()
+        g = expected.g[at.rank].to(y).requires_grad_()
         grad_a, grad_b = torch.autograd.grad(y, (a, b), g, create_graph=True)
-        same(grad_a, made.grad_a[at.rank], "a")
-        same(grad_b, made.grad_b[at.rank], "b")
+        same(grad_a, expected.grad_a[at.rank], "a")
+        same(grad_b, expected.grad_b[at.rank], "b")
         with pytest.raises(NotImplementedError, match="second derivatives"):
             torch.autograd.grad(grad_a.sum(), b)
 
@@ -101,7 +101,7 @@ def test_second_derivatives_are_refused(at: Rank) -> None:
 
 
 @on_two_ranks
-def test_layouts_and_single_gradients_compiled(at: Rank) -> None:
+def test_compiled_layouts_and_single_gradients(at: Rank) -> None:
     cases = [(special(operator, at.world), False) for operator in OPERATORS[::2]]
     cases.append((case_of(GATHERING[0], at.world, 4, 6, 8, leading=True, needs="a"), False))
     cases.append((case_of(GATHERING[1], at.world, 4, 6, 8, transposed=True), True))
@@ -112,7 +112,7 @@ def test_layouts_and_single_gradients_compiled(at: Rank) -> None:
 
 @on_two_ranks
 def test_rows_may_change_without_compiling_again(at: Rank) -> None:
-    """Also those that the program computes from its operands."""
+    """Rows may also be computed from the operands."""
 
     def computed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         rows = [x.shape[0] - at.rank + rank for rank in range(at.world)]
@@ -122,7 +122,7 @@ def test_rows_may_change_without_compiling_again(at: Rank) -> None:
         function = getattr(ficco, operator) if operator else computed
         counter = CompileCounterWithBackend("aot_eager")
         layer = compiled(lambda x, w, function=function: function(x, w), counter)
-        for rows in (2, 3, 5):  # the first ones are equal to no other size
+        for rows in (2, 3, 5):  # the first rows differ from all other sizes
             case = Case(OPERATORS[0], tuple(rows + rank for rank in range(at.world)), 6, 8)
             case = case_of(operator, at.world, rows, 6, 8) if operator else case
 
@@ -140,20 +140,20 @@ def test_rows_may_change_without_compiling_again(at: Rank) -> None:
 @on_two_ranks
 def test_groups_and_schedules_of_compiled_calls(at: Rank) -> None:
     case, a, b = plain("all_gather_matmul", at)
-    made = make(case, at.world)
+    expected = make(case, at.world)
     mesh = init_device_mesh("cpu", (1, at.world), mesh_dim_names=("dp", "tp"))
     world = dist.group.WORLD
     named, parsed = "hetero-fused-1d:pieces=2", Schedule.parse("uniform-fused-1d:pull")
     for how in ({"group": world}, {"group": mesh["tp"]}, {"schedule": named}, {"schedule": parsed}):
         layer = compiled(lambda x, w, how=how: ficco.all_gather_matmul(x, w, **how))
-        assert torch.equal(layer(a, b).double(), made.y[at.rank])
-    keep = EagerAndRecordGraphs()
+        assert torch.equal(layer(a, b).double(), expected.y[at.rank])
+    recorded = EagerAndRecordGraphs()
     layer = compiled(
-        lambda x, w, g, name: ficco.all_gather_matmul(x, w, group=g, schedule=name), keep
+        lambda x, w, g, name: ficco.all_gather_matmul(x, w, group=g, schedule=name), recorded
     )
     for group, schedule in ((world, named), (mesh["tp"], parsed), (world, named), (None, "auto")):
-        assert torch.equal(layer(a, b, group, schedule).double(), made.y[at.rank])
-    for graph, text in zip(keep.graphs, (named, str(parsed), "'auto'"), strict=True):
+        assert torch.equal(layer(a, b, group, schedule).double(), expected.y[at.rank])
+    for graph, text in zip(recorded.graphs, (named, str(parsed), "'auto'"), strict=True):
         assert text in str(graph.code)
     layer = compiled(lambda x, w: ficco.all_gather_matmul(x, w, group=mesh), "eager")
     assert "required a mesh of one dimension" in caught(lambda: layer(a, b)).text
@@ -161,8 +161,8 @@ def test_groups_and_schedules_of_compiled_calls(at: Rank) -> None:
 
 
 @on_two_ranks
-def test_a_part_that_is_not_compiled(at: Rank) -> None:
-    """A compiled step with a part that is not, and its backward inside."""
+def test_an_eager_layer_in_a_compiled_step(at: Rank) -> None:
+    """A compiled step with an eager layer and the backward inside."""
     torch._dynamo.reset()
 
     @torch.compiler.disable
@@ -178,14 +178,14 @@ def test_a_part_that_is_not_compiled(at: Rank) -> None:
         a, b = operands(case, make(case, at.world), at)
         grad = torch.arange(at.world * rows * 8.0).view(-1, 8) % 5 - 2
         step(a, b, grad.to(a.dtype))
-        found = a.grad, b.grad
+        grads = a.grad, b.grad
         a.grad = b.grad = None
         ficco.all_gather_matmul(2 * a, b).backward(grad.to(a.dtype))
-        assert torch.equal(found[0], a.grad) and torch.equal(found[1], b.grad)
+        assert torch.equal(grads[0], a.grad) and torch.equal(grads[1], b.grad)
 
 
 @on_two_ranks
-def test_compiled_under_autocast(at: Rank) -> None:
+def test_compiled_calls_under_autocast(at: Rank) -> None:
     cast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     for operator in OPERATORS[2::2]:
         case = case_of(operator, at.world, 4, 6, 8)
@@ -202,42 +202,42 @@ def test_compiled_under_autocast(at: Rank) -> None:
 
 @on_two_ranks
 def test_options_of_a_compiled_forward_are_those_of_its_backward(at: Rank) -> None:
-    """Other options compile anew."""
+    """Other options compile again."""
     counter = CompileCounterWithBackend("aot_eager")
     case = case_of("all_gather_matmul", at.world, 4, 6, 8)
-    made = make(case, at.world)
+    expected = make(case, at.world)
     layer = compiled(lambda x, w: called(case, x, w), counter)
 
-    def calls(**inside: Any) -> list[Any]:
-        a, b = operands(case, made, at)
-        with ficco.options(**inside) if inside else nullcontext():
+    def calls(**options: Any) -> list[Any]:
+        a, b = operands(case, expected, at)
+        with ficco.options(**options) if options else nullcontext():
             y = layer(a, b)
         seen: list[Any] = []
         with noted(seen), ficco.options(timeout_s=19.0):
-            y.backward(made.g[at.rank].to(y))
-        same(a.grad, made.grad_a[at.rank], "a")
-        return [(operator, of.timeout_s, of.save_gathered) for operator, _, of in seen]
+            y.backward(expected.g[at.rank].to(y))
+        same(a.grad, expected.grad_a[at.rank], "a")
+        return [(operator, used.timeout_s, used.save_gathered) for operator, _, used in seen]
 
-    def both(timeout_s: float | None) -> list[Any]:
+    def with_gather(timeout_s: float | None) -> list[Any]:
         return [(name, timeout_s, False) for name in ("all_gather_matmul", "matmul_reduce_scatter")]
 
-    assert calls() == both(None)
-    assert calls(timeout_s=33.0) == both(33.0)
+    assert calls() == with_gather(None)
+    assert calls(timeout_s=33.0) == with_gather(33.0)
     assert calls(save_gathered=True) == [("matmul_reduce_scatter", None, True)]
-    assert calls() == both(None)
+    assert calls() == with_gather(None)
     ficco.set_options(timeout_s=44.0)
     try:
-        assert calls() == both(44.0)
-        assert calls(timeout_s=None) == both(None)
+        assert calls() == with_gather(44.0)
+        assert calls(timeout_s=None) == with_gather(None)
     finally:
         ficco.set_options(timeout_s=None)
-    # Once outside of blocks, once with each of 33 s, kept, 44 s, and defaults inside a block.
+    # One frame outside of blocks, one each for 33 s, save_gathered, 44 s, and None in a block.
     assert counter.frame_count == 5
 
 
 @on_two_ranks
 def test_options_of_a_call_inside_a_compiled_backward(at: Rank) -> None:
-    """It was compiled in one block and is run in another."""
+    """The call keeps the options of the forward while the backward runs in another block."""
     layer = compiled(lambda x, w: copied_linear(x, w, None, group=dist.group.WORLD))
     x, w = torch.ones(4, 8, requires_grad=True), torch.ones(6, 8, requires_grad=True)
     with ficco.options(timeout_s=33.0):
@@ -250,8 +250,8 @@ def test_options_of_a_call_inside_a_compiled_backward(at: Rank) -> None:
 
 
 def test_compiled_calls_see_the_options_of_their_task() -> None:
-    """Also where the blocks of two tasks overlap, in a copy of a context, and none of them when all
-    are closed."""
+    """The blocks of two tasks may overlap, and a copied context keeps its block. No options are in
+    force after all blocks are closed."""
     function = compiled(lambda x: (x + 1, current_text()), "eager", dynamic=False)
     seen: list[tuple[float | None, str]] = []
 
@@ -261,7 +261,7 @@ def test_compiled_calls_see_the_options_of_their_task() -> None:
     def look() -> None:
         seen.append((current().timeout_s, text()))
 
-    tasks = [(contextvars.copy_context(), ficco.options(timeout_s=one)) for one in (5.0, 7.0)]
+    tasks = [(contextvars.copy_context(), ficco.options(timeout_s=s)) for s in (5.0, 7.0)]
     for task, block in tasks:
         task.run(block.__enter__)
     for task, block in tasks:
@@ -298,7 +298,7 @@ def test_wrong_operands_are_refused_while_compiling(at: Rank) -> None:
 @since("2.13", "has its own text for an error in a compiled function")
 @on_two_ranks
 def test_dtensors_are_refused(at: Rank) -> None:
-    """In place of this rank's parts, eager and compiled."""
+    """DTensors in place of plain tensors raise, in eager and in compiled calls."""
     mesh = init_device_mesh("cpu", (at.world,))
     required = "a: required a plain tensor, got a DTensor with (Shard(dim=0),); pass a.to_local()"
     for operator in OPERATORS:
@@ -311,12 +311,12 @@ def test_dtensors_are_refused(at: Rank) -> None:
     assert compiling in _while_compiling(sharded, b).text
 
 
-# What it costs.
+# Counted operations and profiler ranges.
 
 
 @on_two_ranks
 def test_operations_are_counted(at: Rank) -> None:
-    """A product of this rank counts, and as much for each gradient that is needed."""
+    """The product of this rank counts once, and once more for each needed gradient."""
     for operator, needs in itertools.product(OPERATORS, ("ab", "a", "b")):
         case = special(operator, at.world).on(needs=needs)
         a, b = operands(case, make(case, at.world), at)
@@ -333,28 +333,28 @@ def test_operations_are_counted(at: Rank) -> None:
 
 
 @on_two_ranks
-def test_operations_are_counted_of_layers_and_compiled(at: Rank) -> None:
+def test_operations_of_layers_and_compiled_calls_are_counted(at: Rank) -> None:
     group: Any = dist.group.WORLD
     x, w = torch.ones(4, 6, requires_grad=True), torch.ones(8, 6, requires_grad=True)
-    one = 2 * 4 * at.world * 6 * 8
+    product = 2 * 4 * at.world * 6 * 8
     with FlopCounterMode(display=False) as counter:
         y, gathered = ficco.all_gather_matmul(x, w.t(), return_gathered=True)
         gathered.sum().backward()
-    assert counter.get_total_flops() == one  # what was gathered goes back without a product
+    assert counter.get_total_flops() == product  # the gradient of gathered needs none
     with FlopCounterMode(display=False) as counter:
         torch.cat(gathered_linears(x, (w, 2 * w), (None, None), group=group)).sum().backward()
-    assert counter.get_total_flops() == 2 * 3 * one
+    assert counter.get_total_flops() == 2 * 3 * product
     layer = torch.compile(called, backend="aot_eager")
     case, *_ = plain("all_gather_matmul", at)
     layer(case, x, w.t())
     with FlopCounterMode(display=False) as counter:
         layer(case, x, w.t()).sum().backward()
-    assert counter.get_total_flops() == 3 * one
+    assert counter.get_total_flops() == 3 * product
 
 
-def test_operators_are_registered_when_first_asked_for(tmp_path: Path) -> None:
-    """By any thread, and not by the import, which takes no counter and no Triton with it. They are
-    counted by a counter that is imported last."""
+def test_operators_are_registered_on_first_use(tmp_path: Path) -> None:
+    """Any thread may register an operator. The import of ficco registers none, and imports neither
+    Triton nor the counter of FLOPs. A counter that is imported later counts the operators."""
     program = (
         "import sys, torch, ficco, torch.distributed as dist\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -364,7 +364,7 @@ def test_operators_are_registered_when_first_asked_for(tmp_path: Path) -> None:
         "def ask(at):\n"
         "    return torch.ops.ficco.experts_backward\n"
         "with ThreadPoolExecutor(8) as pool:\n"
-        "    assert len({id(one) for one in pool.map(ask, range(64))}) == 1\n"
+        "    assert len({id(op) for op in pool.map(ask, range(64))}) == 1\n"
         "registered = {name for name in names() if name.startswith('ficco::')}\n"
         "assert registered == {'ficco::experts_backward'}, registered\n"
         "assert not hasattr(torch.ops.ficco, 'expert')\n"
@@ -381,7 +381,7 @@ def test_operators_are_registered_when_first_asked_for(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_eager_calls_do_not_pass_the_dispatcher(at: Rank) -> None:
+def test_eager_calls_bypass_the_dispatcher(at: Rank) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for operator, needs in itertools.product(OPERATORS, ("", "ab")):
             y = called(*plain(operator, at, needs=needs))
@@ -390,50 +390,50 @@ def test_eager_calls_do_not_pass_the_dispatcher(at: Rank) -> None:
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]
         OPS["all_gather_matmul"].product(torch.ones(2, 2), torch.ones(2, 2), name)
     seen = [event.name for event in profile.events() if event.name.startswith("ficco::")]
-    assert seen == ["ficco::all_gather_matmul"]  # the call that asks for it
+    assert seen == ["ficco::all_gather_matmul"]  # the call of OPS
 
 
-def _ranges(at: Rank, how: str) -> tuple[list[str], list[str]]:
-    """What a profiler has of a forward and its backward, and what a tool is told."""
-    group, told = dist.new_group(list(range(at.world))), []
+def _ranges(at: Rank, observer: str) -> tuple[list[str], list[str]]:
+    """Ranges of a forward and its backward in a profiler, and ranges that a tool receives."""
+    group, pushed = dist.new_group(list(range(at.world))), []
     case, a, b = plain("all_gather_matmul", at, schedule="serial", needs="a")
 
     def step() -> None:
         called(case, a, b, group).sum().backward()
 
-    nvtx = SimpleNamespace(range_push=told.append, range_pop=lambda: told.append("pop"))
+    nvtx = SimpleNamespace(range_push=pushed.append, range_pop=lambda: pushed.append("pop"))
     stub = SimpleNamespace(is_available=lambda: True, nvtx=nvtx)
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges, "STEPS", how == "steps")
-        if how == "off":
-            patch.setattr(ranges, "marked", None)  # nobody may call it
-        if how == "tool":
+        patch.setattr(ranges, "STEPS", observer == "steps")
+        if observer == "off":
+            patch.setattr(ranges, "marked", None)  # must not be called
+        if observer == "tool":
             patch.setattr(ranges, "TOOLED", True)
             patch.setattr(ranges, "active", lambda: True)
             patch.setattr(ranges, "gpu", stub)
-        profiled = how in ("profiler", "steps")
+        profiled = observer in ("profiler", "steps")
         with profile if profiled else nullcontext():
             step()
     leave(group)
     events = sorted(profile.events() if profiled else (), key=lambda event: event.time_range.start)
     names = [event.name for event in events]
-    return [name for name in names if name.startswith("ficco: ") or " on " in name], told
+    return [name for name in names if name.startswith("ficco: ") or " on " in name], pushed
 
 
-def test_calls_are_ranges_where_anybody_sees_them() -> None:
-    asked = "ficco: all_gather_matmul(m=8 (4 x 2 ranks), n=8, k=6, float32), serial"
-    dual = "ficco: matmul_reduce_scatter(m=8 (4 x 2 ranks), n=6, k=8, float32), serial"
+def test_calls_are_ranges_of_profilers_and_tools() -> None:
+    forward = "ficco: all_gather_matmul(m=8 (4 x 2 ranks), n=8, k=6, float32), serial"
+    backward = "ficco: matmul_reduce_scatter(m=8 (4 x 2 ranks), n=6, k=8, float32), serial"
     assert run(2, _ranges, "off") == [([], [])] * 2
-    assert run(2, _ranges, "profiler") == [([asked, dual], [])] * 2
-    assert run(2, _ranges, "tool") == [([], [asked, "pop", dual, "pop"])] * 2
+    assert run(2, _ranges, "profiler") == [([forward, backward], [])] * 2
+    assert run(2, _ranges, "tool") == [([], [forward, "pop", backward, "pop"])] * 2
     for names, _ in run(2, _ranges, "steps"):
-        inside = names[1 : names.index(dual)]
-        assert names[0] == asked and inside and all(" on compute0)" in name for name in inside)
+        inside = names[1 : names.index(backward)]
+        assert names[0] == forward and inside and all(" on compute0)" in name for name in inside)
 
 
 @on_ranks(2)
-def test_selective_checkpointing_can_save_what_travelled(at: Rank) -> None:
+def test_selective_checkpointing_can_save_results_of_ficco(at: Rank) -> None:
     case, a, b = plain("matmul_reduce_scatter", at)
 
     def block(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -443,13 +443,13 @@ def test_selective_checkpointing_can_save_what_travelled(at: Rank) -> None:
         with counted() as counts:
             return torch.autograd.grad(y.sum(), (a, b)), counts
 
-    want, calls = backward(block(a, b))
-    for kept in ([], [torch.ops.ficco.matmul_reduce_scatter.default]):
-        contexts = partial(create_selective_checkpoint_contexts, kept)
+    expected, calls = backward(block(a, b))
+    for saved in ([], [torch.ops.ficco.matmul_reduce_scatter.default]):
+        contexts = partial(create_selective_checkpoint_contexts, saved)
         y = checkpoint(block, a, b, use_reentrant=False, context_fn=contexts)
         grads, counts = backward(y)
-        assert all(map(torch.equal, grads, want))
-        assert counts == calls + Counter(() if kept else (case.operator,))
+        assert all(map(torch.equal, grads, expected))
+        assert counts == calls + Counter(() if saved else (case.operator,))
 
 
 @on_two_ranks
@@ -461,12 +461,12 @@ def test_vmap_makes_many_calls(at: Rank) -> None:
 
 
 @on_two_ranks
-def test_what_traces_sizes_as_tensors_is_refused(at: Rank) -> None:
+def test_tracers_of_sizes_as_tensors_are_refused(at: Rank) -> None:
     a, b = torch.ones(4, 6), torch.ones(6, 8)
     q, tokens = torch.ones(1, 2, 4, 8), torch.ones(4, 8)
     x, weights = torch.ones(1, 4, 8), (torch.ones(4 * at.world, 8),) * 3
     indices, up, down = torch.zeros(4, 2).long(), torch.ones(1, 8, 6), torch.ones(1, 6, 8)
-    for function, given in (
+    for function, operand in (
         (lambda a: ficco.all_gather_matmul(a, b), a),
         (lambda q: ficco.all_gather_attention(q, q, q), q),
         (lambda q: ficco.ulysses_attention(q, q, q), q),
@@ -475,7 +475,7 @@ def test_what_traces_sizes_as_tensors_is_refused(at: Rank) -> None:
         (lambda i: ficco.route(i, at.world, capacity=4).counts, indices),
         (lambda t: ficco.experts(t, indices, torch.ones(4, 2), up, down, capacity=4), tokens),
     ):
-        failure = caught(partial(torch.jit.trace, function, (given,)))
+        failure = caught(partial(torch.jit.trace, function, (operand,)))
         assert failure.type == "NotImplementedError" and "torch.compile" in failure.text
 
 
@@ -494,12 +494,12 @@ def test_pytorchs_fused_operators_run_ficco(at: Rank) -> None:
     def integers(*shape: int) -> torch.Tensor:
         return torch.randint(-2, 3, shape, generator=generator).float()
 
-    def alike(operator: str, *operands: Any, **how: Any) -> list[torch.Tensor]:
+    def same_as_stock(operator: str, *operands: Any, **options: Any) -> list[torch.Tensor]:
         calls = getattr(torch.ops.symm_mem, operator), getattr(stock, f"_{operator}_fallback")
-        results = [tree_leaves(call(*operands, name, **how)) for call in calls]
-        outs, want = ([one for one in some if one is not None] for some in results)
-        for one, other in zip(outs, want, strict=True):
-            assert torch.equal(one, other) and one.stride() == other.stride(), (operands, how)
+        results = [tree_leaves(call(*operands, name, **options)) for call in calls]
+        outs, expected = ([leaf for leaf in leaves if leaf is not None] for leaves in results)
+        for out, want in zip(outs, expected, strict=True):
+            assert torch.equal(out, want) and out.stride() == want.stride(), (operands, options)
         return outs
 
     gathers, scatters = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
@@ -510,18 +510,18 @@ def test_pytorchs_fused_operators_run_ficco(at: Rank) -> None:
         whole = [size * (at.world if i == dim else 1) for i, size in enumerate(shape)]
         a, b = integers(at.world, *whole)[at.rank], integers(whole[-1], 8)
         with counted() as counts:
-            for some, keeps in ((weights, True), (weights, False), (weights[:1], False)):
-                alike(gathers, x, some, dim, return_A=keeps)
-            for how in ("sum", "avg"):
-                alike(scatters, a, b, how, dim)
-        wanted = {} if last else {"all_gather_matmul": 3, "matmul_reduce_scatter": 2}
-        assert counts == wanted, (dim, counts)
+            for factors, keeps in ((weights, True), (weights, False), (weights[:1], False)):
+                same_as_stock(gathers, x, factors, dim, return_A=keeps)
+            for reduction in ("sum", "avg"):
+                same_as_stock(scatters, a, b, reduction, dim)
+        expected = {} if last else {"all_gather_matmul": 3, "matmul_reduce_scatter": 2}
+        assert counts == expected, (dim, counts)
     empty, weight = torch.empty(4, 0, 6), integers(6, 5)
-    for x, some in ((empty, [weight]), (integers(4, 6), [])):  # a batch of 0; no weights
-        assert len(alike(gathers, x, some, 0)) == 1 + len(some)
-    (out,) = alike(scatters, empty, weight, "sum", 0)
+    for x, factors in ((empty, [weight]), (integers(4, 6), [])):  # a batch of 0; no weights
+        assert len(same_as_stock(gathers, x, factors, 0)) == 1 + len(factors)
+    (out,) = same_as_stock(scatters, empty, weight, "sum", 0)
     assert out.shape == (4 // at.world, 0, 5)
-    # On GPUs PyTorch has kernels of its own, which are in force no more.
+    # ficco's kernels replace PyTorch's kernels for GPUs, too.
     for operator in (gathers, scatters):
         kernels = torch._C._dispatch_dump(f"symm_mem::{operator}").splitlines()
         (active,) = [line for line in kernels if line.startswith("CUDA:")]

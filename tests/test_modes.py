@@ -1,5 +1,5 @@
-"""Calls of every kind in the modes that PyTorch has: autocast, no gradients, a default device,
-derivatives that are not served, results that are changed in place."""
+"""Calls of all operators and layers in PyTorch's modes: autocast, no gradients, a default device,
+unsupported derivatives, results that are changed in place."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ficco.compute.products import release_of_torch
 
 
 class Kind(NamedTuple):
-    """A function of one tensor, and the shape of that; ``needed``: its gradients are made of the
-    result, which then must not be changed."""
+    """A function of one tensor, and the shape of the tensor. ``needed``: the gradients need the
+    result, which must not be changed in place."""
 
     function: Callable[[torch.Tensor], torch.Tensor]
     shape: tuple[int, ...]
@@ -30,8 +30,8 @@ class Kind(NamedTuple):
 
 
 def _kinds() -> dict[str, Kind]:
-    made = torch.Generator().manual_seed(1)
-    draw = partial(torch.randn, generator=made, device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    draw = partial(torch.randn, generator=generator, device="cpu")
     k, weight, router = draw(1, 2, 4, 8), draw(16, 16), draw(4, 2)
     up, down = draw(2, 16, 6), draw(2, 6, 16)
     indices = torch.tensor([[0, 1], [1, 3], [2, 0], [3, 2]], device="cpu")
@@ -66,13 +66,13 @@ def _kinds() -> dict[str, Kind]:
 
 def _modes_of(at: Rank, name: str, function: Any, shape: tuple[int, ...], needed: bool) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(at.rank), device="cpu")
-    wanted = function(x)
+    expected = function(x)
     with torch.device("meta"):
-        assert torch.equal(function(x), wanted), f"{name}, with a default device"
+        assert torch.equal(function(x), expected), f"{name}, with a default device"
     leaf = x.clone().requires_grad_()
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
-            assert torch.equal(function(leaf), wanted), (name, mode)
+            assert torch.equal(function(leaf), expected), (name, mode)
     if not needed:
         changed = function(leaf)
         changed += 1
@@ -95,7 +95,7 @@ def _modes_of(at: Rank, name: str, function: Any, shape: tuple[int, ...], needed
         (once,) = torch.autograd.grad(function(leaf).square().sum(), leaf, create_graph=True)
         return once.sum().backward()
 
-    for words, call in (
+    for text, call in (
         ("forward mode", lambda: torch.func.jvp(function, (x,), (x,))),
         ("forward mode", dual),
         ("func.grad", lambda: torch.func.grad(lambda x: function(x).sum())(x)),
@@ -104,8 +104,8 @@ def _modes_of(at: Rank, name: str, function: Any, shape: tuple[int, ...], needed
         ("second derivatives", second),
     ):
         failure = caught(call)
-        assert isinstance(failure, Failure) and words in failure.text, (name, failure)
-    assert torch.equal(function(x), wanted), f"{name}: the group does not go on"
+        assert isinstance(failure, Failure) and text in failure.text, (name, failure)
+    assert torch.equal(function(x), expected), f"{name}: the group does not work afterwards"
 
 
 @on_ranks(2)
@@ -117,28 +117,28 @@ def test_modes(at: Rank) -> None:
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @on_ranks(2, fresh=True)
 def test_replaced_products_are_refused(at: Rank) -> None:
-    """Calls while a kernel is replaced; kinds of calls from before it are refused, too."""
+    """Calls raise while a kernel is replaced, including cached kinds of calls."""
     a, b = torch.ones(4, 8), torch.ones(8, 4)
-    wanted, layer = ficco.all_gather_matmul(a, b), ficco.nn.ColumnParallelLinear(8, 4)
+    expected, layer = ficco.all_gather_matmul(a, b), ficco.nn.ColumnParallelLinear(8, 4)
 
     def doubled(left: torch.Tensor, right: torch.Tensor, *_: Any) -> torch.Tensor:
         return 2 * torch.einsum("mk,kn->mn", left, right)
 
-    own = {"allow_override": True} if release_of_torch() > (2, 6) else {}
+    options = {"allow_override": True} if release_of_torch() > (2, 6) else {}
     for kernel in ("mm", "_scaled_mm"):
         mode = torch.library.Library("aten", "IMPL")
-        mode.impl(kernel, doubled, "CPU", **own)
+        mode.impl(kernel, doubled, "CPU", **options)
         for call in (lambda: ficco.all_gather_matmul(a, b), lambda: layer(a)):
             failure = caught(call)
             assert failure.type == "NotImplementedError", failure
             assert f"got aten/{kernel}/CPU replaced by torch.library" in failure.text, failure
         mode._destroy()
-        assert torch.equal(ficco.all_gather_matmul(a, b), wanted)
+        assert torch.equal(ficco.all_gather_matmul(a, b), expected)
 
 
 @on_ranks(2)
-def test_vmap_is_refused_in_words(at: Rank) -> None:
-    """``vmap`` over layers and functions that no operator of ``torch.library`` serves."""
+def test_vmap_is_refused_by_name(at: Rank) -> None:
+    """``vmap`` over layers and functions that are no operators of ``torch.library``."""
     row = ficco.nn.RowParallelLinear(8 * at.world, 4)
     x, weight = torch.ones(3, 4, 8), torch.ones(4, 8)
     functions: list[Callable[[torch.Tensor], Any]] = [
@@ -154,8 +154,8 @@ def test_vmap_is_refused_in_words(at: Rank) -> None:
 
 
 @since("2.13", "has no fake sum over ranks")
-def test_a_fake_group_is_refused_in_words(tmp_path: Path) -> None:
-    """The group is PyTorch's stand-in for ranks that do not exist."""
+def test_a_fake_group_is_refused_by_name(tmp_path: Path) -> None:
+    """A fake group is PyTorch's stand-in for ranks that do not exist."""
     ended = Program(tmp_path, "fake", _FAKE, (), {}).end(time.monotonic() + 240)
     assert ended.code == 0, ended
 

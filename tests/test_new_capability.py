@@ -1,8 +1,8 @@
-"""An operator that ficco does not have, as one specification, one route and one composition::
+"""A new operator, as one specification, one route and one composition::
 
     out = all_gather(a @ b)            a [rows of the rank, k], b [k, n], out [all rows, n]
 
-``Route`` and ``Traffic`` serve pieces, lanes, movers, uneven and missing rows, and several hosts.
+``Route`` and ``Traffic`` implement pieces, lanes, movers, ragged rows, and several hosts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ NAMES = ("serial", "serial:kernel", "serial:pieces=3,tail=2", "serial:pieces=4+2
 ROWS = (((16,) * 4, 1), ((16,) * 4, 2), ((9, 0, 17), 1), ((9, 20, 0, 31, 16, 5), 2), ((5,) * 3, 3))
 
 
-def asked(base: Problem) -> Asked:
-    """The problem; ``base`` is an all-gather of the same rows."""
+def specified(base: Problem) -> Asked:
+    """The problem of the new operator. ``base`` is an all-gather of the same rows."""
     (a, b), world, out = base.specification.operands, base.world, "A @ B"
     specification = Specification(
         operands=(a._replace(leaves=False), b),
@@ -51,19 +51,19 @@ def units_of(problem: Problem, rank: int, schedule: Schedule) -> list[Unit]:
 
 
 class ProductRoute(Route):
-    """Rows of the product, from the rank that makes them to all others."""
+    """Rows of the product, from the rank that computes them to all other ranks."""
 
     kind = "ready"
 
     def __init__(self, problem: Problem, schedule: Schedule) -> None:
         self.problem, self.words = problem, WordAllocator(problem.world)
         self.units = [units_of(problem, rank, schedule) for rank in range(problem.world)]
-        self.most = max(1, *map(len, self.units))
-        self.data = self.words.block(self.most * problem.hosts)
+        self.slots = max(1, *map(len, self.units))
+        self.data = self.words.block(self.slots * problem.hosts)
         own = tuple((rows, problem.n) for rows in problem.rows)
         others = tuple((problem.m - rows, problem.n) for rows in problem.rows)
-        left = Buffer("partial", "A @ B", problem.dtype, own, "local", leaves=True)
-        self.buffers = [left, Buffer("staging", "A @ B", problem.dtype, others, "slot")]
+        local = Buffer("partial", "A @ B", problem.dtype, own, "local", leaves=True)
+        self.buffers = [local, Buffer("staging", "A @ B", problem.dtype, others, "slot")]
 
     def pieces(self, src: int, dst: int, owner: int) -> list[Parcel]:
         parcels = []
@@ -75,12 +75,12 @@ class ProductRoute(Route):
     def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
         carrier, slot = via(self.problem, dst, owner), self.problem.hosts_ahead(dst, owner)
         return [
-            self.data.signal("ready", carrier, dst, slot * self.most + unit.ordinal, unit[2:4])
+            self.data.signal("ready", carrier, dst, slot * self.slots + unit.ordinal, unit[2:4])
             for unit in self.units[owner]
         ]
 
     def rows(self, rank: int, unit: Unit) -> Region:
-        """Where a rank has a piece; in staging all rows but its own follow each other."""
+        """The region of a piece on a rank. Staging has the rows of all other ranks, in order."""
         own, problem = rank == unit.peer, self.problem
         up = problem.offsets[rank] if own else problem.rows[rank] * (unit.peer > rank)
         at = "partial" if own else "staging", rank, unit.start - up, unit.stop - up
@@ -92,25 +92,25 @@ def at_home(rows: Region, unit: Unit) -> Region:
 
 
 def composed(route: ProductRoute, schedule: Schedule, me: int) -> Plan:
-    """The Plan of a rank: products, each sent as it is made, then what arrives, to its place."""
-    problem, builder = route.problem, Builder(asked(route.problem), me)
-    where, b = (me, problem.world, problem.hosts), Region("b", me, 0, problem.k, 0, problem.n)
-    targets, ways = targets_in_order(*where)[: len(builder.peers)], list(legs(problem, me))
+    """The Plan of a rank: products, each sent when it is computed, then arrivals placed in out."""
+    problem, builder = route.problem, Builder(specified(route.problem), me)
+    place, b = (me, problem.world, problem.hosts), Region("b", me, 0, problem.k, 0, problem.n)
+    targets, pairs = targets_in_order(*place)[: len(builder.peers)], list(legs(problem, me))
     builder.lane_of = {peer: f"copy{i % schedule.copy}" for i, peer in enumerate(targets)}
-    traffic, made = Traffic(builder, schedule, route), list[int]()
+    traffic, computed = Traffic(builder, schedule, route), list[int]()
     traffic.announce()
     builder.acquire()
     for unit in route.units[me]:
         lane, out = f"compute{unit.ordinal % schedule.compute}", route.rows(me, unit)
         products = (Product(out._replace(buffer="a", col_stop=problem.k), b, out),)
-        made.append(builder.add(Step(Products(products), lane, f"{unit.ordinal}")))
+        computed.append(builder.add(Step(Products(products), lane, f"{unit.ordinal}")))
         for peer in targets:
-            traffic.send(peer, unit.ordinal, (made[-1],))
+            traffic.send(peer, unit.ordinal, (computed[-1],))
         move = Transfer(out, at_home(out, unit), 1 << me)
-        builder.add(Step(move, REDUCE_LANE, "own", after=(made[-1],)))
-    traffic.cross(ways, lambda _, number: (made[number],), direct=False)
-    traffic.relay((source for _, source in ways), targets)
-    for source, i, _ in chain.from_iterable(traffic.coming(peers_in_order(*where))):
+        builder.add(Step(move, REDUCE_LANE, "own", after=(computed[-1],)))
+    traffic.cross(pairs, lambda _, number: (computed[number],), direct=False)
+    traffic.relay((source for _, source in pairs), targets)
+    for source, i, _ in chain.from_iterable(traffic.coming(peers_in_order(*place))):
         traffic.home(source, i, REDUCE_LANE, partial(at_home, unit=route.units[source][i]))
     if builder.peers:
         builder.retire()
@@ -135,11 +135,11 @@ def test_it_is_simulated_and_drawn() -> None:
 
 
 def exact(at: Rank, rows: tuple[int, ...]) -> None:
-    every = [plans(rows, name)[at.rank] for name in NAMES if "kernel" not in name]
+    own_plans = [plans(rows, name)[at.rank] for name in NAMES if "kernel" not in name]
     own = slice(sum(rows[: at.rank]), sum(rows[: at.rank + 1]))
     with engine() as cpu:
-        slot = slot_for(cpu, every)
-        for turn, plan in enumerate(every):
+        slot = slot_for(cpu, own_plans)
+        for turn, plan in enumerate(own_plans):
             a, b = integers(turn, sum(rows), 12), integers(turn + 9, 12, 12)
             assert torch.equal(on_cpu(cpu, plan, slot, {"a": a[own], "b": b}), a @ b)
         at_rest(cpu, slot)

@@ -1,4 +1,4 @@
-"""Another operator that ficco does not have, as one specification, one route and one composition::
+"""A second new operator, as one specification, one route and one composition::
 
     out = [last rows of rank - 1; a; first rows of rank + 1] @ b
 
@@ -33,7 +33,7 @@ ROWS = ((16,) * 4, (9, 0, 17), (3, 20, 5, 0, 31), (8, 9))
 
 
 class Halos(Problem):
-    """An all-gather whose blocks are halos: rows of each neighbour, and all own rows."""
+    """An all-gather whose blocks are the halos of the neighbours and all own rows."""
 
     def block(self, src: int, dst: int) -> int:
         return self.rows[src] if src == dst else min(HALO, self.rows[src]) * (abs(src - dst) == 1)
@@ -42,13 +42,13 @@ class Halos(Problem):
         return self.rows[src] - self.block(src, dst) if dst == src + 1 else 0
 
     def lands(self, src: int, dst: int) -> int:
-        return sum(self.block(one, dst) for one in range(max(dst - 1, 0), src))
+        return sum(self.block(rank, dst) for rank in range(max(dst - 1, 0), src))
 
-    def asked(self) -> Asked:
-        """The problem with a specification of its own."""
+    def specified(self) -> Asked:
+        """The problem with the specification of the new operator."""
         (a, b), ranks = self.specification.operands, range(self.world)
         rows = [sum(self.block(src, dst) for src in ranks) for dst in ranks]
-        shapes = tuple((each, self.n) for each in rows)
+        shapes = tuple((count, self.n) for count in rows)
         specification = Specification(
             operands=(a, b),
             results=(Buffer("out", "A @ B", self.dtype, shapes, "result"),),
@@ -84,12 +84,12 @@ class HaloRoute(Route):
     def signals(self, src: int, dst: int, owner: int) -> list[Signal]:
         rows, lands = self.problem.block(src, dst) * (src != dst), self.problem.lands(src, dst)
         bounds = [(lands + a, lands + b) for a, b in (cut(rows, self.count) if rows else [])]
-        return [self.data.signal("ready", src, dst, i, both) for i, both in enumerate(bounds)]
+        return [self.data.signal("ready", src, dst, i, span) for i, span in enumerate(bounds)]
 
 
 def composed(route: HaloRoute, schedule: Schedule, me: int) -> Plan:
     """The Plan of a rank: send halos, multiply own rows, then each piece as it arrives."""
-    problem, builder = route.problem, Builder(route.problem.asked(), me)
+    problem, builder = route.problem, Builder(route.problem.specified(), me)
     peers = sorted(builder.peers, key=lambda peer: abs(peer - me))
     neighbours = [peer for peer in peers if abs(peer - me) == 1]
     builder.lane_of = {peer: f"copy{i % schedule.copy}" for i, peer in enumerate(peers)}
@@ -126,16 +126,16 @@ def test_it_is_proven() -> None:
 
 
 def test_it_is_simulated_and_drawn() -> None:
-    few = plans((4096,) * 4, NAMES[0], 8192)
-    assert simulate(few, MACHINE).stop_s > 0
-    assert "copy0" in render(few[0])
+    large = plans((4096,) * 4, NAMES[0], 8192)
+    assert simulate(large, MACHINE).stop_s > 0
+    assert "copy0" in render(large[0])
 
 
 def exact(at: Rank, rows: tuple[int, ...]) -> None:
-    every = [plans(rows, name)[at.rank] for name in NAMES if "kernel" not in name]
+    own_plans = [plans(rows, name)[at.rank] for name in NAMES if "kernel" not in name]
     with engine() as cpu:
-        slot = slot_for(cpu, every)
-        for turn, plan in enumerate(every):
+        slot = slot_for(cpu, own_plans)
+        for turn, plan in enumerate(own_plans):
             parts = integers(turn, sum(rows), 12).split(rows)
             b, own = integers(turn + 9, 12, 12), parts[at.rank]
             before = parts[at.rank - 1][-HALO:] if at.rank and rows[at.rank - 1] else own[:0]

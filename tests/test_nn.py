@@ -1,7 +1,7 @@
-"""Parallel layers, parallel styles and the examples, against what they do unsharded.
+"""Parallel layers, parallel styles and the examples, compared with unsharded models.
 
-Layers and styles are tried with small integers in float32, so that every sum is exact in any
-order and results are compared with no tolerance.
+Operands of layers and styles are small integers in float32. Sums are exact in any order, and the
+results are compared without a tolerance.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ficco.options import options
 
 ROOT = Path(__file__).parents[1]
 
-#: Sizes that tell dimensions apart; features are multiples of 4 ranks.
+#: Different sizes for different dimensions. Features are multiples of 4 ranks.
 HIDDEN, WIDE, SEQUENCE = 12, 20, 8
 HAS_FSDP2 = since("2.8", "has no FSDP2 on CPUs")
 
@@ -63,11 +63,11 @@ def integers(*shape: int, seed: int, most: int = 2) -> torch.Tensor:
 
 
 def linear(inputs: int, outputs: int, seed: int, bias: bool = True, most: int = 2) -> nn.Linear:
-    made = nn.Linear(inputs, outputs, bias)
+    layer = nn.Linear(inputs, outputs, bias)
     with torch.no_grad():
-        for i, param in enumerate(made.parameters()):
+        for i, param in enumerate(layer.parameters()):
             param.copy_(integers(*param.shape, seed=100 * seed + i, most=most))
-    return made
+    return layer
 
 
 def pair(bias: bool = True) -> nn.Sequential:
@@ -97,26 +97,26 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def same(found: torch.Tensor | None, want: torch.Tensor, about: str) -> None:
-    assert found is not None, f"{about} is missing"
-    assert (found.shape, found.dtype) == (want.shape, want.dtype), about
-    assert torch.equal(found, want), f"{about}: {int((found != want).sum())} wrong elements"
+def same(result: torch.Tensor | None, want: torch.Tensor, about: str) -> None:
+    assert result is not None, f"{about} is missing"
+    assert (result.shape, result.dtype) == (want.shape, want.dtype), about
+    assert torch.equal(result, want), f"{about}: {int((result != want).sum())} wrong elements"
 
 
 def same_gradients(
     model: nn.Module, whole: nn.Module, about: str, rank: int, world: int, times: float = 1
 ) -> None:
-    """Fail unless parameters have the gradients, or parts of them, of the unsharded model's."""
+    """Fail unless parameters have the gradients of the unsharded model, or this rank's parts."""
     for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
         if full.grad is None:
             assert param.grad is None, f"{about}: {name} has a gradient"
             continue
         assert param.grad is not None, f"{about}: {name} has no gradient"
-        found = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-        wanted, sizes = times * full.grad, zip(full.shape, found.shape, strict=True)
-        for dim in [dim for dim, (size, own) in enumerate(sizes) if size != own]:  # at most one
-            wanted = wanted.chunk(world, dim)[rank]
-        same(found, wanted, f"{about}: gradient of {name}")
+        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        expected, sizes = times * full.grad, zip(full.shape, grad.shape, strict=True)
+        for dim in [dim for dim, (size, local) in enumerate(sizes) if size != local]:  # at most one
+            expected = expected.chunk(world, dim)[rank]
+        same(grad, expected, f"{about}: gradient of {name}")
 
 
 def as_unsharded(
@@ -129,30 +129,30 @@ def as_unsharded(
     about: str,
     called: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Fail unless a model, called with this rank's cut of an input, gives the cut of the unsharded
-    result, and its gradients."""
+    """Fail unless a model, called with this rank's cut of an input, returns the cut of the
+    unsharded result and computes the same gradients."""
     model.zero_grad()
     whole.zero_grad()
-    theirs, ours = x.clone().requires_grad_(), cut(x).clone().requires_grad_()
-    want, y = whole(theirs), (called or model)(ours)
-    same(y, cut(want), f"{about}: y")
-    want.backward(grad)
+    full_x, own_x = x.clone().requires_grad_(), cut(x).clone().requires_grad_()
+    expected, y = whole(full_x), (called or model)(own_x)
+    same(y, cut(expected), f"{about}: y")
+    expected.backward(grad)
     y.backward(cut(grad))
-    same(ours.grad, cut(theirs.grad), f"{about}: gradient of x")
+    same(own_x.grad, cut(full_x.grad), f"{about}: gradient of x")
     same_gradients(model, whole, about, at.rank, at.world)
 
 
-def same_states(found: dict[str, Any], want: dict[str, Any], about: str) -> None:
-    assert list(found) == list(want), about
-    for name, value in want.items():
-        same(found[name], value, f"{name}, {about}")
+def same_states(state: dict[str, Any], expected: dict[str, Any], about: str) -> None:
+    assert list(state) == list(expected), about
+    for name, value in expected.items():
+        same(state[name], value, f"{name}, {about}")
 
 
-def refuses(*wrong: tuple[str, Callable[[], Any]], kind: str = "ValueError") -> None:
-    for words, call in wrong:
+def refuses(*cases: tuple[str, Callable[[], Any]], kind: str = "ValueError") -> None:
+    for text, call in cases:
         failure = caught(call)
-        assert isinstance(failure, Failure), f"no error: {words}"
-        assert failure.type == kind and words in failure.text, failure.traceback
+        assert isinstance(failure, Failure), f"no error: {text}"
+        assert failure.type == kind and text in failure.text, failure.traceback
 
 
 # Layers.
@@ -186,49 +186,49 @@ def test_column_and_row_are_exact(world: int, device: str) -> None:
 
 
 def _kinds(at: Rank) -> None:
-    """Dtypes, autocast, frozen layers, their text, and copies."""
+    """Dtypes, autocast, and the text and copies of frozen layers."""
     x, hidden = (integers(SEQUENCE, size, seed=3, most=1) for size in (HIDDEN, WIDE))
     for dtype in (torch.bfloat16, torch.float16, torch.float64):  # exact: at most 12 terms of 2
         whole, inputs = pair().to(dtype), (x.to(dtype), hidden.to(dtype))
-        for layer, full, given, dims in zip(
+        for layer, full, operand, dims in zip(
             over_ranks(whole), whole, inputs, ((0, 1), (1, 0)), strict=True
         ):
-            found = layer(part(given, at, dims[0]))
-            same(found, part(full(given), at, dims[1]), f"{dtype}: {layer}")
+            result = layer(part(operand, at, dims[0]))
+            same(result, part(full(operand), at, dims[1]), f"{dtype}: {layer}")
     frozen = linear(HIDDEN, WIDE, 1).requires_grad_(False).eval()
-    made = ColumnParallelLinear.from_linear(frozen, schedule="serial")
-    assert not any(param.requires_grad for param in made.parameters()) and not made.training
-    assert f"rank {at.rank} of {at.world}" in repr(made) and "schedule='serial'" in repr(made)
-    twin = copy.deepcopy(made)
-    assert twin.group is made.group
+    column = ColumnParallelLinear.from_linear(frozen, schedule="serial")
+    assert not any(param.requires_grad for param in column.parameters()) and not column.training
+    assert f"rank {at.rank} of {at.world}" in repr(column) and "schedule='serial'" in repr(column)
+    twin = copy.deepcopy(column)
+    assert twin.group is column.group
     same(twin(part(x, at, 0)), part(frozen(x), at, 1), "a deep copy")
     with torch.autocast("cpu", torch.bfloat16):
-        same(made(part(x, at, 0)), part(frozen(x), at, 1), "autocast")
+        same(column(part(x, at, 0)), part(frozen(x), at, 1), "autocast")
 
 
 def _initialisation(at: Rank) -> None:
-    """Parameters are parts of the unsharded layer's, drawn alike, and do not keep the whole. Those
-    of a converted layer are its own, also on one rank, whose part is the whole."""
+    """Parameters are parts of the unsharded layer's parameters, from the same random numbers, in
+    storage of their size. A converted layer shares no memory with its source, also on one rank."""
     kinds = ColumnParallelLinear, RowParallelLinear
     for kind, group in itertools.product(kinds, (None, mesh_of(at))):
         torch.manual_seed(7)
-        want, after = nn.Linear(HIDDEN, WIDE), torch.rand(1)
+        whole, after = nn.Linear(HIDDEN, WIDE), torch.rand(1)
         torch.manual_seed(7)
-        made = kind(HIDDEN, WIDE, group=group)
+        drawn = kind(HIDDEN, WIDE, group=group)
         assert torch.rand(1) == after
         late, loaded = (kind(HIDDEN, WIDE, device="meta", group=group) for _ in range(2))
         late.to_empty(device="cpu")
         torch.manual_seed(7)
         late.reset_parameters()
-        loaded.load_state_dict(want.state_dict(), assign=True)
-        for layer in (made, late, loaded):
+        loaded.load_state_dict(whole.state_dict(), assign=True)
+        for layer in (drawn, late, loaded):
             cuts = (kind.cut, 0 if kind.cut == 0 else None)
-            for param, full, cut in zip(layer.parameters(), want.parameters(), cuts, strict=True):
-                mine = plain(param.detach())
-                same(mine, full if cut is None else part(full, at, cut), f"{layer}")
-                assert layer is late or mine.untyped_storage().nbytes() == mine.nbytes
-    alone = init_device_mesh("cpu", (at.world, 1), mesh_dim_names=("dp", "tp"))["tp"]
-    for kind, group in itertools.product(kinds, (alone, alone.get_group())):
+            for param, full, cut in zip(layer.parameters(), whole.parameters(), cuts, strict=True):
+                own = plain(param.detach())
+                same(own, full if cut is None else part(full, at, cut), f"{layer}")
+                assert layer is late or own.untyped_storage().nbytes() == own.nbytes
+    one_rank = init_device_mesh("cpu", (at.world, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    for kind, group in itertools.product(kinds, (one_rank, one_rank.get_group())):
         source = linear(HIDDEN, WIDE, 1)
         for param in kind.from_linear(source, group=group).parameters():
             plain(param.detach()).fill_(7.0)
@@ -236,7 +236,7 @@ def _initialisation(at: Rank) -> None:
 
 
 def _state_dicts(at: Rank) -> None:
-    """The unsharded state_dict is loaded and given back, also by layers that are wrapped."""
+    """Layers load the unsharded state_dict and return it, also if they are wrapped."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     whole = nn.Sequential(linear(HIDDEN, WIDE, 1), nn.LayerNorm(WIDE), linear(WIDE, HIDDEN, 2))
@@ -247,29 +247,29 @@ def _state_dicts(at: Rank) -> None:
             nn.LayerNorm(WIDE),
             RowParallelLinear(WIDE, HIDDEN, group=group),
         )
-        given = dict(state)
-        model.load_state_dict(given, assign=assign)
-        assert all(given[name] is state[name] for name in state), "the caller's dict was changed"
+        passed = dict(state)
+        model.load_state_dict(passed, assign=assign)
+        assert all(passed[name] is state[name] for name in state), "the caller's dict was changed"
         for name, dim in (("0.weight", 0), ("0.bias", 0), ("2.weight", 1)):
             same(plain(model.get_parameter(name)), part(state[name], at, dim), name)
         same(plain(model[2].bias), state["2.bias"], "row bias")
         same_states(full_state_dict(model), state, "loaded")
-        own = {name: value.clone() for name, value in model.state_dict().items()}
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
         for param in model.parameters():
             param.data.zero_()
-        model.load_state_dict(own)
+        model.load_state_dict(saved)
         same_states(full_state_dict(model), state, "after a round trip of parts")
         wrapped = nn.Sequential(*map(checkpoint_wrapper, model))
         same_states(full_state_dict(wrapped), state, "wrapped")
-    same(full_state_dict(model[2])["weight"], state["2.weight"], "a layer by itself")
+    same(full_state_dict(model[2])["weight"], state["2.weight"], "a single layer")
     wrong = {**state, "0.weight": torch.zeros(WIDE + 4, HIDDEN)}
     refuses(("0.weight", lambda: model.load_state_dict(wrong)), kind="RuntimeError")
     layer, other = ColumnParallelLinear(8, 8), nn.Linear(8, 3).state_dict()
     pickled = "full_state_dict", lambda: torch.save(layer, io.BytesIO())
     refuses(pickled, kind="NotImplementedError")
     shapes = "weight: required shape [8, 8], the unsharded layer's, or [4, 8]"
-    for words in (shapes, "bias: required shape [8]", "got [3]"):
-        refuses((words, lambda: layer.load_state_dict(other)), kind="RuntimeError")
+    for text in (shapes, "bias: required shape [8]", "got [3]"):
+        refuses((text, lambda: layer.load_state_dict(other)), kind="RuntimeError")
 
 
 def _more_than_weights(at: Rank) -> None:
@@ -280,7 +280,7 @@ def _more_than_weights(at: Rank) -> None:
     for name, value in added.items():
         layer.register_parameter(name, nn.Parameter(value.clone()))
     layer.load_state_dict(layer.state_dict())
-    same_states(full_state_dict(layer), whole.state_dict() | added, "beside what was added")
+    same_states(full_state_dict(layer), whole.state_dict() | added, "with added parameters")
     pruned = prune.random_unstructured(ColumnParallelLinear.from_linear(whole), "bias", 0.5)
     normed = parametrizations.weight_norm(ColumnParallelLinear.from_linear(whole))
     refuses(
@@ -292,8 +292,8 @@ def _more_than_weights(at: Rank) -> None:
 
 
 def _unequal(at: Rank) -> None:
-    """The unsharded state_dict where one element of one parameter differs on one rank, or two have
-    changed places."""
+    """The unsharded state_dict if one element of a parameter differs on one rank, or if
+    elements are swapped."""
     names = ["0.weight", "2.bias", "4.o_proj.weight", "5.weight"]
     kinds = (None, torch.float32), (mesh_of(at), torch.bfloat16), (None, torch.float64)
     for group, dtype in kinds:
@@ -302,8 +302,8 @@ def _unequal(at: Rank) -> None:
         model.append(UlyssesAttention(8, 4))
         model.append(replicated(nn.Linear(3, 2, bias=False).to(torch.complex64), group))
         model[-1].requires_grad_(False)
-        for each in (*model[-2].parameters(), *model[-1].parameters()):
-            plain(each).data.fill_(1)
+        for param in (*model[-2].parameters(), *model[-1].parameters()):
+            plain(param).data.fill_(1)
         full_state_dict(model)
         for name, swapped in (*((name, False) for name in names), *((n, True) for n in names[:2])):
             param = plain(model.get_parameter(name).detach())
@@ -318,7 +318,7 @@ def _unequal(at: Rank) -> None:
 
 
 def _encoder(at: Rank) -> None:
-    """Parallel layers in one of PyTorch's, which would read their weights by itself in eval."""
+    """Parallel layers in a PyTorch layer whose fast path in eval would read their weights."""
     torch.manual_seed(0)
     whole = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double().eval()
     model = copy.deepcopy(whole)
@@ -330,14 +330,14 @@ def _encoder(at: Rank) -> None:
         torch.testing.assert_close(model(part(x, at, 0)), part(whole(x), at, 0))
 
 
-def _norm_that_all_have(at: Rank) -> None:
+def _replicated_norm(at: Rank) -> None:
     weight = integers(HIDDEN, seed=1).requires_grad_()
     x, grad = integers(SEQUENCE, HIDDEN, seed=2), integers(SEQUENCE, HIDDEN, seed=3)
-    (want,) = torch.autograd.grad(x * weight, weight, grad)
+    (expected,) = torch.autograd.grad(x * weight, weight, grad)
     for group in (None, dist.group.WORLD, mesh_of(at)):
         y = part(x, at, 0) * sum_gradient(weight, group)
-        (found,) = torch.autograd.grad(y, weight, part(grad, at, 0))
-        same(found, want, "gradient of a weight that all ranks hold")
+        (grad_weight,) = torch.autograd.grad(y, weight, part(grad, at, 0))
+        same(grad_weight, expected, "gradient of a weight that all ranks hold")
     distributed = DTensor.from_local(weight, mesh_of(at))
     refuses(("pass tensor.to_local()", lambda: sum_gradient(distributed)))
 
@@ -355,7 +355,7 @@ def _more_than_linear(at: Rank) -> None:
     sharded.weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh_of(at)))
     normed = parametrizations.weight_norm(nn.Linear(8, 8))
     pruned = prune.random_unstructured(nn.Linear(8, 8), "weight", 0.5)
-    made = {
+    sources = {
         "got a Tripled": Tripled(8, 8),
         "got a ParametrizedLinear whose weight is computed": normed,
         "got one with hooks": hooked,
@@ -365,7 +365,7 @@ def _more_than_linear(at: Rank) -> None:
         "got one that is sharded, (Replicate(),)": sharded,
     }
     convert = ColumnParallelLinear.from_linear
-    refuses(*((words, partial(convert, source)) for words, source in made.items()))
+    refuses(*((text, partial(convert, source)) for text, source in sources.items()))
 
 
 def _wrong_use(at: Rank) -> None:
@@ -420,44 +420,44 @@ def _one_gather(at: Rank) -> None:
     again = partial(checkpoint, gather_once, use_reentrant=False)
     for gathers, saves in ((gather_once, False), (gather_once, True), (again, False)):
         about = f"rank {at.rank}, {gathers}, save_gathered={saves}"
-        mine = part(x.detach(), at, 1, rows).requires_grad_()
+        own = part(x.detach(), at, 1, rows).requires_grad_()
         layers.zero_grad()
         with counted() as counts, options(save_gathered=saves):
-            outs = gathers(mine, *layers, rows=rows)
+            outs = gathers(own, *layers, rows=rows)
         assert counts == {"all_gather_matmul": 1}
         for out, whole in zip(outs, wholes, strict=True):
             same(out, part(whole(x), at, 2), f"{about}: one of the outputs")
         torch.autograd.backward(outs, shards)
-        same(mine.grad, part(x.grad, at, 1, rows), f"{about}: gradient of the shared input")
+        same(own.grad, part(x.grad, at, 1, rows), f"{about}: gradient of the shared input")
         same_gradients(layers, wholes, about, at.rank, at.world)
-    assert gather_once(mine) == ()
-    # An input that a collective still brings.
+    assert gather_once(own) == ()
+    # The input is the result of a collective in flight.
     whole = integers(at.world, 2, HIDDEN, seed=3)
-    under_way = all_gather_tensor(part(whole, at, 0), 0, dist.group.WORLD)
-    assert isinstance(under_way, AsyncCollectiveTensor)
-    assert all(map(torch.equal, gather_once(under_way, *layers), gather_once(whole, *layers)))
-    # What nothing needs may be changed in place.
+    in_flight = all_gather_tensor(part(whole, at, 0), 0, dist.group.WORLD)
+    assert isinstance(in_flight, AsyncCollectiveTensor)
+    assert all(map(torch.equal, gather_once(in_flight, *layers), gather_once(whole, *layers)))
+    # Tensors that the backward does not need may be changed in place.
     layers.zero_grad()
-    outs = gather_once(mine.detach(), *layers, rows=np.array(rows))
+    outs = gather_once(own.detach(), *layers, rows=np.array(rows))
     outs[1].mul_(2)
     with torch.no_grad():
         layers[0].weight.add_(1)
     torch.autograd.backward(outs, shards)
     same_gradients(layers, wholes, "after a change in place", at.rank, at.world)
-    # Between forward and backward nothing is kept but the input and the layers' own weights.
-    kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        gather_once(mine, *layers, rows=rows)
-    own = {layer.weight.data_ptr() for layer in layers}
-    others = [tensor for tensor in kept if tensor.data_ptr() not in own]
-    assert [tensor.shape[-1] for tensor in others] == [HIDDEN], [t.shape for t in kept]
+    # The backward saves only the input and the layers' weights.
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        gather_once(own, *layers, rows=rows)
+    weights = {layer.weight.data_ptr() for layer in layers}
+    others = [tensor for tensor in saved if tensor.data_ptr() not in weights]
+    assert [tensor.shape[-1] for tensor in others] == [HIDDEN], [t.shape for t in saved]
 
 
-# Parameters that all ranks hold.
+# Replicated parameters.
 
 
 class Scaled(nn.Module):
-    """A product with a vector, whose gradients are exact, as those of a norm are not."""
+    """A product with a vector. Its gradients are exact; the gradients of a norm are not."""
 
     def __init__(self, size: int, seed: int) -> None:
         super().__init__()
@@ -475,8 +475,8 @@ def block(group: Any = None) -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def _summed(at: Rank, names: tuple[str, ...]) -> None:
-    """Gradients of a block of which one call says what is replicated. Hooks stay where a module is
-    copied, made again, or under another tool."""
+    """Gradients of a block whose replicated parameters are declared by one call. The hooks survive
+    a copy of the module, compilation, and FSDP."""
     x, grad = (integers(SEQUENCE, HIDDEN, seed=seed, most=1) for seed in (5, 6))
     mesh = mesh_of(at) if at.world == 2 else grid()
     pairs = [dist.new_group([first, first + 1]) for first in range(0, at.world, 2)]
@@ -486,7 +486,7 @@ def _summed(at: Rank, names: tuple[str, ...]) -> None:
         whole, model = block(group)
         for module in model if name == "fully_shard" else [model]:
             assert replicated(module, group) is module
-        mine, upstream, want = (each.chunk(2)[at.rank % 2] for each in (x, grad, whole(x)))
+        own, upstream, expected = (full.chunk(2)[at.rank % 2] for full in (x, grad, whole(x)))
         whole(x).backward(grad)
         changed = copy.deepcopy(model) if name == "copied" else model
         if name == "fully_shard":
@@ -494,12 +494,12 @@ def _summed(at: Rank, names: tuple[str, ...]) -> None:
                 fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
         elif "compiled" in name:
             changed = torch.compile(model, backend="aot_eager", fullgraph=True)
-        with pytest.raises((ValueError, RuntimeError)):  # the names are the parameters' after it
-            changed(mine[:, 1:])
-        for _ in range(2):  # accumulates
-            y = changed(mine)
+        with pytest.raises((ValueError, RuntimeError)):  # parameters keep their names after it
+            changed(own[:, 1:])
+        for _ in range(2):  # gradients accumulate
+            y = changed(own)
             y.backward(upstream)
-            same(y, want, name)
+            same(y, expected, name)
         assert "weight" not in vars(model[0])
         same_gradients(changed, whole, name, at.rank % 2, 2, times=2)
         if name in ("mesh", "copied", "pair"):
@@ -507,7 +507,7 @@ def _summed(at: Rank, names: tuple[str, ...]) -> None:
 
 
 @HAS_FSDP2
-def test_replicated_sums_gradients_of_what_is_no_part() -> None:
+def test_replicated_sums_the_gradients_of_whole_parameters() -> None:
     run(2, _summed, ("mesh", "copied", "compiled, mesh"), timeout=200)
     run(4, _summed, ("pair", "fully_shard"))
 
@@ -528,8 +528,8 @@ def _meta(at: Rank) -> None:
 
 
 def _skipped(at: Rank) -> None:
-    """If rank 1 has an infinite gradient, a scaler of gradients skips the step of all ranks, as
-    docs/modules.md advises."""
+    """If rank 1 has an infinite gradient, the gradient scaler of docs/modules.md skips the step on
+    all ranks."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     for group, wrong in itertools.product((None, mesh_of(at)), ("", "0", "1", "3")):
@@ -543,8 +543,8 @@ def _skipped(at: Rank) -> None:
         scaler.step(optimizer)
         scaler.update()
         pairs = zip(before, model.parameters(), strict=True)
-        stayed = all(torch.equal(old, plain(new.detach())) for old, new in pairs)
-        assert (stayed, scaler.get_scale()) == (bool(wrong), 2.0 if wrong else 4.0)
+        unchanged = all(torch.equal(old, plain(new.detach())) for old, new in pairs)
+        assert (unchanged, scaler.get_scale()) == (bool(wrong), 2.0 if wrong else 4.0)
 
 
 def _norms(at: Rank) -> None:
@@ -553,29 +553,29 @@ def _norms(at: Rank) -> None:
     two = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][at.rank // 2]
     columns, mesh = grid()["tp"], mesh_of(at)
     x, grad = (integers(SEQUENCE, HIDDEN, seed=seed, most=1) for seed in (5, 6))
-    # The norm of parts' norms is rounded otherwise than the norm of wholes' norms.
+    # A norm of the parts' norms rounds differently from a norm of unsharded norms.
     close = partial(torch.testing.assert_close, rtol=1e-6, atol=0)
     groups = ((None,), (None, mesh), (columns, two), (None, two))
     for places, kind in itertools.product(groups, (2.0, float("inf"))):
         wholes, models = nn.ModuleList(), nn.ModuleList()
         for place in places:
             whole, model = block(place)
-            for each in (whole, model):
-                each[0].requires_grad_(place is not places[0])  # some have no gradient
+            for module in (whole, model):
+                module[0].requires_grad_(place is not places[0])  # some parameters have no gradient
             world = 2 if place in (two, columns) else 4
-            mine, upstream = (each.chunk(world)[at.rank % world] for each in (x, grad))
+            own, upstream = (full.chunk(world)[at.rank % world] for full in (x, grad))
             whole(x).backward(grad)
-            replicated(model, place)(mine).backward(upstream)
+            replicated(model, place)(own).backward(upstream)
             wholes.append(whole)
             models.append(model)
-        models.append(models[0])  # parameters that are tied count once
+        models.append(models[0])  # tied parameters count once
         want = unsharded_clip(wholes.parameters(), 0.5, kind)
         if places in ((None,), (None, two)):
             close(unsharded_clip(models.parameters(), float("inf"), kind), want)  # clips nothing
-        found = clip_grad_norm_(models, 0.5, kind)
-        close(found, want, msg=f"{found}, not {want}: {places}, {kind}")
-        dist.all_gather(every := [torch.empty(()) for _ in range(at.world)], found)
-        assert len({one.item() for one in every}) == 1, every
+        norm = clip_grad_norm_(models, 0.5, kind)
+        close(norm, want, msg=f"{norm}, not {want}: {places}, {kind}")
+        dist.all_gather(norms := [torch.empty(()) for _ in range(at.world)], norm)
+        assert len({each.item() for each in norms}) == 1, norms
         for model, whole, place in zip(models, wholes, places, strict=False):
             world = 2 if place in (two, columns) else 4
             close(plain(model[2].bias.grad), whole[2].bias.grad)
@@ -583,7 +583,7 @@ def _norms(at: Rank) -> None:
 
 
 def _parts_or_wholes(at: Rank) -> None:
-    """Gradients and parameters of which nobody can tell whether they are parts."""
+    """Gradients and parameters that may be parts or whole are refused."""
     from torch.distributed.tensor import distribute_module
 
     mesh, x = mesh_of(at), torch.ones(2, HIDDEN)
@@ -611,10 +611,10 @@ def _parts_or_wholes(at: Rank) -> None:
     fully_shard(outside, mesh=mesh)
     around = replicated(nn.Sequential(Scaled(HIDDEN, 1)))
     fully_shard(around[0], mesh=mesh)
-    each = "call replicated on each module that fully_shard wraps"
+    remedy = "call replicated on each module that fully_shard wraps"
     refuses(
         ("got weight of 0", lambda: replicated(distributed)),
-        *((each, lambda: outside[0](x)), (each, lambda: around(x))),
+        *((remedy, lambda: outside[0](x)), (remedy, lambda: around(x))),
     )
 
 
@@ -637,15 +637,15 @@ def _layouts(at: Rank) -> None:
         model = styled(whole, mesh, *where, use_local_output=local)
         x = integers(4, sequence, HIDDEN, seed=3).requires_grad_()
         grad = integers(4, sequence, HIDDEN, seed=4)
-        want = whole(x)
-        want.backward(grad)
-        given = distribute_tensor(x.detach(), mesh, [before])
-        given = (given.to_local() if local else given).requires_grad_()
-        y = model(given)
+        expected = whole(x)
+        expected.backward(grad)
+        operand = distribute_tensor(x.detach(), mesh, [before])
+        operand = (operand.to_local() if local else operand).requires_grad_()
+        y = model(operand)
         assert isinstance(y, DTensor) != local
-        found = DTensor.from_local(y.detach(), mesh, [after]) if local else y
-        assert found.placements == (after if after != Shard(-1) else Shard(2),)
-        same(found.full_tensor(), want, f"{about}: y")
+        result = DTensor.from_local(y.detach(), mesh, [after]) if local else y
+        assert result.placements == (after if after != Shard(-1) else Shard(2),)
+        same(result.full_tensor(), expected, f"{about}: y")
         upstream = distribute_tensor(grad, mesh, [Replicate() if after == Partial() else after])
         if local:
             y.backward(upstream.to_local())
@@ -653,16 +653,16 @@ def _layouts(at: Rank) -> None:
             y.full_tensor().backward(grad)
         else:
             y.backward(upstream)
-        back = DTensor.from_local(given.grad, mesh, [before]) if local else given.grad
-        same(back.full_tensor(), x.grad, f"{about}: gradient of x")
+        grad_x = DTensor.from_local(operand.grad, mesh, [before]) if local else operand.grad
+        same(grad_x.full_tensor(), x.grad, f"{about}: gradient of x")
         for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
             same(param.full_tensor(), full, f"{about}: {name}")
         same_gradients(model, whole, about, at.rank, at.world)
 
 
 def _vectors(at: Rank) -> None:
-    """A vector, as nn.Linear takes it; and a layout of dimensions that it has not. Without
-    gradients a column is the library's product, and a row one sum over the ranks."""
+    """Vectors, as nn.Linear supports them, and a layout of a missing dimension. Without gradients a
+    column layer is one local product, and a row layer is one all-reduce."""
     whole, mesh, x = pair(), mesh_of(at), integers(HIDDEN, seed=3)
     model = styled(whole, mesh, {}, {})
     as_unsharded(at, model, whole, x, x, torch.clone, "a vector")
@@ -685,38 +685,38 @@ def double_weight(layer: nn.Module, args: Any) -> None:
 
 
 class Mlp(nn.Module):
-    """Two layers that share an input, and one behind them. ``how``: what is done to them,
-    or to the input between their calls."""
+    """Two layers that share an input, and a third layer after them. ``variant``: a change of the
+    layers, or of the input between their calls."""
 
-    def __init__(self, how: str = "") -> None:
+    def __init__(self, variant: str = "") -> None:
         super().__init__()
-        self.how = how
+        self.variant = variant
         self.up, self.gate = linear(HIDDEN, WIDE, 1), linear(HIDDEN, WIDE, 2)
         self.down = linear(WIDE, HIDDEN, 3)
-        if how == "hook changes the weight":
+        if variant == "hook changes the weight":
             self.up.register_forward_pre_hook(double_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.how == "both recomputed":
+        if self.variant == "both recomputed":
             both = checkpoint(lambda x: self.gate(x).relu() + self.up(x), x, use_reentrant=False)
             return self.down(both)
-        if self.how == "first recomputed":
+        if self.variant == "first recomputed":
             gate = checkpoint(self.gate, x, use_reentrant=False)
         else:
-            with torch.no_grad() if self.how == "first without gradients" else nullcontext():
+            with torch.no_grad() if self.variant == "first without gradients" else nullcontext():
                 gate = self.gate(x)
-        if "input changed" in self.how:
-            (plain(x) if "memory" in self.how else x).mul_(2)
-        if self.how == "weight changed":
+        if "input changed" in self.variant:
+            (plain(x) if "memory" in self.variant else x).mul_(2)
+        if self.variant == "weight changed":
             self.up.weight.mul_(2)
-        if self.how == "called twice":
+        if self.variant == "called twice":
             gate = gate + self.up(x)
         return self.down(gate.relu() + self.up(x))
 
 
 def parallelized(module: nn.Module, mesh: Any, layout: Any = None) -> nn.Module:
-    """An :class:`Mlp` between parts of the sequence, or another layout, whose layers share their
-    input. ``parallelize_module`` leaves out the module itself in PyTorch 2.6."""
+    """An :class:`Mlp` between parts of the sequence, or another layout, with a shared input.
+    ``parallelize_module`` skips the module itself in PyTorch 2.6."""
     layout = layout or Shard(1)
     own = PrepareModuleInput(input_layouts=layout, desired_input_layouts=Replicate())
     down = RowwiseParallel(output_layouts=layout)
@@ -729,33 +729,33 @@ X, GRAD = (integers(2, SEQUENCE, HIDDEN, seed=seed) for seed in (3, 4))
 
 
 def _shared(at: Rank) -> None:
-    """Layers of a module share its gather, also where it is recomputed; and where all ranks have
-    the input, the sum of its gradient."""
+    """Layers of a module share one gather, also if it is recomputed. Layers with a replicated input
+    share the sum of its gradient."""
     cut = partial(part, at=at, dim=1)
     kinds = ("", 1, 1), ("called twice", 2, 2), ("first without gradients", 2, 1)
-    for how, gathers, sums in kinds:
-        whole, model = Mlp(how), parallelized(Mlp(how), mesh_of(at))
+    for variant, gathers, sums in kinds:
+        whole, model = Mlp(variant), parallelized(Mlp(variant), mesh_of(at))
         same(copy.deepcopy(model)(cut(X)), cut(whole(X)), "a deep copy")
         again = partial(checkpoint, model, use_reentrant=False)
         for called in (model, again):
             with counted() as counts:
                 called(cut(X).requires_grad_())
-            assert counts["all_gather_matmul"] == gathers, how
-            as_unsharded(at, model, whole, X, GRAD, cut, f"{how}, {called is again}", called)
-        model = parallelized(Mlp(how), mesh_of(at), Replicate())
-        as_unsharded(at, model, whole, X, GRAD, torch.clone, f"{how}, of all ranks")
+            assert counts["all_gather_matmul"] == gathers, variant
+            as_unsharded(at, model, whole, X, GRAD, cut, f"{variant}, {called is again}", called)
+        model = parallelized(Mlp(variant), mesh_of(at), Replicate())
+        as_unsharded(at, model, whole, X, GRAD, torch.clone, f"{variant}, of all ranks")
         y = model(X.clone().requires_grad_())
         with counted() as counts:
             y.backward(GRAD)
-        assert counts["matmul_all_reduce"] == sums, how
+        assert counts["matmul_all_reduce"] == sums, variant
 
 
-def _under_way(at: Rank) -> None:
-    """Layers behind an embedding whose rows a collective still brings when they are called."""
+def _collective_in_flight(at: Rank) -> None:
+    """Layers after an embedding whose collective is in flight when they are called."""
     tokens, grad = torch.arange(16).view(2, 8), integers(2, 8, HIDDEN, seed=4)
     whole = nn.Sequential(nn.Embedding.from_pretrained(integers(16, HIDDEN, seed=3), False), Mlp())
-    want = whole(tokens)
-    want.backward(grad)
+    expected = whole(tokens)
+    expected.backward(grad)
     for layout, shares in ((Replicate(), False), (Shard(1), False), (Shard(1), True)):
         about = f"{layout}, {shares=}"
         plan: dict[str, Any] = {
@@ -770,27 +770,27 @@ def _under_way(at: Rank) -> None:
         model.zero_grad()
         assert isinstance(model[0](tokens), AsyncCollectiveTensor), about
         y = model(tokens)
-        same(y, want, about)
+        same(y, expected, about)
         y.backward(grad)
         same_gradients(model, whole, about, at.rank, at.world)
 
 
 def _changed(at: Rank) -> None:
-    """A shared input, or a weight, that is changed between the calls of layers is gathered anew;
-    not so in inference mode, where tensors do not count their changes."""
+    """A change of a shared input or a weight between the calls of layers causes a second gather. In
+    inference mode tensors do not count their changes, and the layers share the gather."""
     changes = "input changed", "memory of the input changed", "weight changed"
-    for how in (*changes, "hook changes the weight", ""):
-        with torch.no_grad() if how else torch.inference_mode():
-            x, model = X.clone(), parallelized(Mlp(how), mesh_of(at))
-            mine = part(x, at, 1)
+    for variant in (*changes, "hook changes the weight", ""):
+        with torch.no_grad() if variant else torch.inference_mode():
+            x, model = X.clone(), parallelized(Mlp(variant), mesh_of(at))
+            own = part(x, at, 1)
             with counted() as counts:
-                y = model(mine)
-            same(y, part(Mlp(how)(x), at, 1), how)
-            assert counts["all_gather_matmul"] == (2 if how else 1), how
+                y = model(own)
+            same(y, part(Mlp(variant)(x), at, 1), variant)
+            assert counts["all_gather_matmul"] == (2 if variant else 1), variant
 
 
 def _compiled(at: Rank) -> None:
-    """Whole graphs, with one gather for both layers, and the numbers of the eager module."""
+    """The compiled module is one graph with one gather for both layers, and equals eager."""
     graphs, results = EagerAndRecordGraphs(), []
     model, x = parallelized(Mlp(), mesh_of(at)), part(X, at, 1).requires_grad_()
     for module in (model, torch.compile(model, fullgraph=True, backend=graphs)):
@@ -808,7 +808,7 @@ class Named(nn.Linear):
 
 
 def _subclasses(at: Rank) -> None:
-    """Layers with the same forward stay what they are; others are refused."""
+    """Subclasses of nn.Linear with its forward keep their class. Other subclasses are refused."""
     whole, model = Mlp(), Mlp()
     model.up = Named(HIDDEN, WIDE)
     model.up.load_state_dict(whole.up.state_dict())
@@ -837,12 +837,12 @@ def _subclasses(at: Rank) -> None:
 
 
 def _recomputed_within(at: Rank) -> None:
-    for how in ("first recomputed", "both recomputed"):
-        model, cut = parallelized(Mlp(how), mesh_of(at)), partial(part, at=at, dim=1)
-        as_unsharded(at, model, Mlp(), X, GRAD, cut, how)
+    for variant in ("first recomputed", "both recomputed"):
+        model, cut = parallelized(Mlp(variant), mesh_of(at)), partial(part, at=at, dim=1)
+        as_unsharded(at, model, Mlp(), X, GRAD, cut, variant)
 
 
-# Other tools, on four ranks in two dimensions.
+# Other tools, on a mesh of 2 x 2 ranks.
 
 
 def _other_meshes(at: Rank) -> None:
@@ -857,7 +857,7 @@ def _other_meshes(at: Rank) -> None:
 
 
 def _with_fsdp(at: Rank) -> None:
-    """Tensor-parallel within pairs, FSDP across: every parameter is a DTensor of both."""
+    """Tensor parallelism within pairs, FSDP across pairs: all parameters are DTensors of both."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     script = example("train_block_stack")
@@ -867,13 +867,13 @@ def _with_fsdp(at: Rank) -> None:
     for layer in (*model.layers, model):
         fully_shard(layer, mesh=mesh["dp"])
     tokens = torch.cat(script.batches(config, cpu)[:2])[:, :-1]
-    mine = tokens[mesh["dp"].get_local_rank()][None]
-    for one, given in ((whole, tokens), (model, mine)):
-        one(given).square().mean().backward()
-        torch.optim.SGD(one.parameters(), lr=0.1).step()
-    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    own = tokens[mesh["dp"].get_local_rank()][None]
+    for module, batch in ((whole, tokens), (model, own)):
+        module(batch).square().mean().backward()
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for name, value in whole.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9)
     layer, weight = model.layers[0].feed_forward.w1, integers(24, 16, seed=1).double()
     model.reshard()
     layer.load_state_dict({"weight": weight})
@@ -887,37 +887,37 @@ def _with_ddp(at: Rank) -> None:
     model = over_ranks(whole, group=mesh["tp"].get_group())
     x, grad = (integers(SEQUENCE, 2, HIDDEN, seed=seed) for seed in (3, 4))
     whole(x).backward(grad)
-    mine, upstream = (each[:, across].chunk(2, 0)[within] for each in (x, grad))
+    own, upstream = (full[:, across].chunk(2, 0)[within] for full in (x, grad))
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
-    wrapped(mine).backward(upstream)
-    same_gradients(model, whole, "DDP", within, 2, times=0.5)  # it takes the mean
+    wrapped(own).backward(upstream)
+    same_gradients(model, whole, "DDP", within, 2, times=0.5)  # DDP takes the mean
 
 
 @since("2.13", "has pipelines without scale_grads, or a zero-bubble one that hangs in its own code")
 @on_ranks(4)
 def test_tensor_parallel_inside_a_pipeline(at: Rank) -> None:
-    """Tensor-parallel within pairs, each of which has two of four stages, two micro-batches at a
-    time. Zero-bubble schedules take the gradients of inputs and of weights apart."""
+    """Tensor parallelism within pairs; each pair has two of four stages and two micro-batches.
+    Zero-bubble schedules compute the gradients of inputs and of weights separately."""
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
     mesh = grid()  # its rows are stages
     across, within = (mesh[name].get_local_rank() for name in ("dp", "tp"))
     whole, pipes = nn.Sequential(*(pair() for _ in range(4))), mesh["dp"].get_group()
-    # Signs alone, so that no sum leaves what float32 holds exactly.
+    # Parameters are signs, so that float32 holds all sums exactly.
     for index, param in enumerate(whole.parameters()):
         param.data.copy_(integers(*param.shape, seed=index).sign())
-    mine = {i: over_ranks(whole[i], group=mesh["tp"]) for i in range(across, 4, 2)}
+    own = {i: over_ranks(whole[i], group=mesh["tp"]) for i in range(across, 4, 2)}
     x, grad = (integers(2, SEQUENCE, HIDDEN, seed=seed, most=1) for seed in (3, 4))
-    for one, upstream in zip(x, grad, strict=True):  # a sequence is a micro-batch
-        whole(one).backward(upstream)
-    given, target = (each.chunk(2, 1)[within].flatten(0, 1) for each in (x, grad))
+    for sequence, upstream in zip(x, grad, strict=True):  # a sequence is a micro-batch
+        whole(sequence).backward(upstream)
+    operand, target = (full.chunk(2, 1)[within].flatten(0, 1) for full in (x, grad))
     cpu = torch.device("cpu")
-    parts = [PipelineStage(stage, index, 4, cpu, group=pipes) for index, stage in mine.items()]
-    how: dict[str, Any] = {"loss_fn": lambda y, upstream: (y * upstream).sum()}
-    schedule = ScheduleInterleavedZeroBubble(parts, n_microbatches=2, scale_grads=False, **how)
-    schedule.step(*(() if across else (given,)), **({"target": target} if across else {}))
-    for index, stage in mine.items():
+    parts = [PipelineStage(stage, index, 4, cpu, group=pipes) for index, stage in own.items()]
+    options: dict[str, Any] = {"loss_fn": lambda y, upstream: (y * upstream).sum()}
+    schedule = ScheduleInterleavedZeroBubble(parts, n_microbatches=2, scale_grads=False, **options)
+    schedule.step(*(() if across else (operand,)), **({"target": target} if across else {}))
+    for index, stage in own.items():
         same_gradients(stage, whole[index], f"stage {index}", within, 2)
 
 
@@ -937,34 +937,34 @@ def _tiny(script: ModuleType, **changes: Any) -> Any:
     return script.Config(**{**sizes, "steps": 5, "dtype": torch.float64, **changes})
 
 
-def _one_changed_line(at: Rank) -> None:
-    """The same plan with PyTorch's styles and with ficco's: placements, calls, checkpoints."""
+def _styles_of_example(at: Rank) -> None:
+    """The example's plan with PyTorch's and with ficco's styles: placements, calls, checkpoints."""
     from torch.distributed.checkpoint import state_dict
 
     script = example("train_block_stack")
     config, cpu = _tiny(script), torch.device("cpu")
-    theirs, ours = (script.made(config, cpu) for _ in range(2))
-    script.parallelize(theirs, mesh_of(at), script.STYLES["torch"])
-    script.parallelize(ours, mesh_of(at), script.STYLES["ficco"])
-    for (name, one), other in zip(theirs.named_parameters(), ours.parameters(), strict=True):
-        assert other.placements == one.placements, name
+    stock, own = (script.made(config, cpu) for _ in range(2))
+    script.parallelize(stock, mesh_of(at), script.STYLES["torch"])
+    script.parallelize(own, mesh_of(at), script.STYLES["ficco"])
+    for (name, param), other in zip(stock.named_parameters(), own.parameters(), strict=True):
+        assert other.placements == param.placements, name
     with counted() as counts:
-        ours(script.batches(config, cpu)[0][:, :-1])
+        own(script.batches(config, cpu)[0][:, :-1])
     # Attention and MLP gather once and scatter once in each of two blocks; the output gathers.
     assert counts == {"all_gather_matmul": 5, "matmul_reduce_scatter": 4}, counts
-    # A checkpoint of the full model loads, and what is saved of it is the full model.
+    # A checkpoint of the full model loads, and the saved state is the full model.
     other = script.Model(config).to(config.dtype).state_dict()
     dist.broadcast_object_list(shared := [other])
     full = state_dict.StateDictOptions(full_state_dict=True)
-    state_dict.set_model_state_dict(ours, dict(shared[0]), options=full)
-    same_states(state_dict.get_model_state_dict(ours, options=full), shared[0], "saved")
+    state_dict.set_model_state_dict(own, dict(shared[0]), options=full)
+    same_states(state_dict.get_model_state_dict(own, options=full), shared[0], "saved")
 
 
 WITH_FSDP2 = partial(pytest.param, marks=HAS_FSDP2)
 RECORDS = since("2.8", "does not tell that a checkpoint is being recorded: CheckpointError")
 OF_LAYERS = _kinds, _initialisation, _state_dicts, _more_than_weights, _unequal, _encoder
-OF_ALL = _norm_that_all_have, _meta, _skipped, WITH_FSDP2(_parts_or_wholes)
-OF_STYLES = _vectors, _shared, _under_way, _changed, _compiled, _subclasses
+OF_ALL = _replicated_norm, _meta, _skipped, WITH_FSDP2(_parts_or_wholes)
+OF_STYLES = _vectors, _shared, _collective_in_flight, _changed, _compiled, _subclasses
 OTHERS = pytest.param(_recomputed_within, marks=RECORDS), _more_than_linear
 
 
@@ -973,7 +973,7 @@ def test_on_two_ranks(check: Callable[[Rank], None]) -> None:
     run(2, check)
 
 
-OF_FOUR = _wrong_use, _one_gather, _norms, _layouts, _other_meshes, _with_ddp, _one_changed_line
+OF_FOUR = _wrong_use, _one_gather, _norms, _layouts, _other_meshes, _with_ddp, _styles_of_example
 
 
 @pytest.mark.parametrize("check", [*OF_FOUR, WITH_FSDP2(_with_fsdp)])
@@ -992,8 +992,8 @@ def test_block_stack_trains_as_unsharded(world: int, device: str) -> None:
     results = run(world, _train, dtype, device=device)
     sharded, unsharded = results[0]
     assert len(sharded) == 5 and sharded[-1] < sharded[0]
-    # float64 sums in another order; the loss itself is taken in float32. Roundings of 1e-7 grow a
-    # little in each of five steps.
+    # float64 sums in another order, and a loss in float32. Roundings of 1e-7 grow in each of five
+    # steps.
     assert sharded == pytest.approx(unsharded, rel=close)
     assert all(result[0] == sharded for result in results), "ranks have different losses"
 
@@ -1004,7 +1004,7 @@ def _experts(at: Rank, spare: float) -> tuple[list[float], list[float]]:
     return script.run(script.Config(spare=spare, **sizes))
 
 
-@pytest.mark.parametrize("spare", [0.5, 1.5])  # many tokens are passed by, or few
+@pytest.mark.parametrize("spare", [0.5, 1.5])  # the layers drop many tokens, or few
 def test_experts_train_as_unsharded(spare: float) -> None:
     sharded, unsharded = run(4, _experts, spare)[0]
     assert len(sharded) == 5 and sharded[-1] < sharded[0]

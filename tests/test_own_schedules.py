@@ -1,4 +1,4 @@
-"""Schedules of one's own: registered, proven, and used wherever a name is."""
+"""User-defined schedules: registration, proof, and use by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROBLEM = Problem("all_gather_matmul", (64,) * 4, 32, 64, "bfloat16")
 
 
 def defined(wrong: bool = False) -> build.PlanFunction:
-    """The page's function; ``wrong``: without what products wait for."""
+    """The function of the page; ``wrong``: its products do not wait for their rows."""
     code = HALVES.replace("a.buffer, waits))", "a.buffer))") if wrong else HALVES
     assert (code != HALVES) == wrong
     names: dict[str, Any] = {}
@@ -63,12 +63,12 @@ def test_the_schedule_of_the_page_is_exact_and_a_wrong_one_is_refused(at: Rank) 
     small, wrong = (Case((4,) * world, k, n, schedule="two-halves") for k, n in ((6, 8), (8, 16)))
 
     def refused(case: Case, register: bool = True, **how: Any) -> Any:
-        """What a call gets with the page's function, or a wrong one."""
+        """The error of a call with the page's function, or a wrong one."""
         forget()
         if register:
             build.register("two-halves")(defined(**how))
-        given = make(at, case, 0, group)
-        return caught(lambda: call(case, given.a, given.b, group))
+        operands = make(at, case, 0, group)
+        return caught(lambda: call(case, operands.a, operands.b, group))
 
     forget()
     build.register("two-halves")(defined())
@@ -90,16 +90,16 @@ def test_the_schedule_of_the_page_is_exact_and_a_wrong_one_is_refused(at: Rank) 
     assert " are wrong: signal ready 0.0>1 is posted and never waited for" in text
     assert world > 2 or text in " ".join(PAGE.read_text().split())
     with ficco.options(timeout_s=5):
-        alone = refused(wrong, register=at.rank > 0)
-    assert alone.type == ("RankMismatch" if at.rank else "ValueError"), alone
+        one_sided = refused(wrong, register=at.rank > 0)
+    assert one_sided.type == ("RankMismatch" if at.rank else "ValueError"), one_sided
     forget()
     leave(group)
 
 
-# Anywhere.
+# Without ranks.
 
 
-def test_a_registered_name_stands_where_names_do() -> None:
+def test_a_registered_name_works_wherever_names_do() -> None:
     build.register("two-halves")(defined())
     schedule = Schedule.parse("two-halves")
     assert str(schedule) == "two-halves" and Schedule.parse(str(schedule)) == schedule
@@ -114,20 +114,20 @@ def test_a_registered_name_stands_where_names_do() -> None:
         Schedule(False, "own", 1, own="two-halves")
 
 
-def test_settings_and_points_have_names_of_their_own() -> None:
-    """As the page has them: the points of a space, a name for each of its settings."""
+def test_each_setting_of_a_family_has_a_name() -> None:
+    """A family of schedules, one name for each setting, like the example of the page."""
 
     def grown(problem: Problem, rank: int, pieces: int) -> Plan:
         return ficco.schedules.plan(problem, Schedule.parse(f"hetero-unfused-1d:{pieces=}"), rank)
 
     for pieces in (2, 3):
         build.register(f"grown-{pieces}", candidate=True)(partial(grown, pieces=pieces))
-    made = [plan(PROBLEM, Schedule.parse(name), 1) for name in ("grown-2", "grown-3")]
-    copies = [sum(step.op == "copy" for step in one.steps) for one in made]
-    assert [one.schedule for one in made] == ["grown-2", "grown-3"] and copies == [6, 9]
+    both = [plan(PROBLEM, Schedule.parse(name), 1) for name in ("grown-2", "grown-3")]
+    copies = [sum(step.op == "copy" for step in grown_plan.steps) for grown_plan in both]
+    assert [one.schedule for one in both] == ["grown-2", "grown-3"] and copies == [6, 9]
 
 
-def test_what_cannot_be_registered_or_makes_no_plan_is_refused() -> None:
+def test_bad_names_and_functions_without_a_plan_are_refused() -> None:
     right = defined()
     build.register("two-halves")(right)
     for name in ("", "a b", "a:b", "auto", "growing", "pull", "two-halves"):
@@ -142,25 +142,25 @@ def test_what_cannot_be_registered_or_makes_no_plan_is_refused() -> None:
             plan(PROBLEM, Schedule.parse(name), 0)
 
 
-def test_auto_compares_those_that_ask_for_it() -> None:
+def test_auto_compares_registered_candidates() -> None:
     machine = find("h200-4", None)
-    for asked in (False, True):
+    for candidate in (False, True):
         forget()
-        build.register("two-halves", candidate=asked)(defined())
+        build.register("two-halves", candidate=candidate)(defined())
         schedule = Schedule.parse("two-halves")
         decision = decide(PROBLEM, machine=machine)
-        assert (schedule in decision.others) == asked
-        assert ("two-halves" in [one.schedule for one in decision.candidates]) == asked
+        assert (schedule in decision.others) == candidate
+        assert ("two-halves" in [one.schedule for one in decision.candidates]) == candidate
     page = ficco.explain("all_gather_matmul", m=8192, n=3584, k=4096, world=4, machine=machine)
     queued = {one.schedule: f"{one.queued * 1e6:.0f}" for one in page.candidates}
     compared = [queued[name] for name in ("two-halves", "serial", "growing")]
     assert compared == ["389", "494", "355"]  # docs/own-schedules.md
     summed = Problem("matmul_all_reduce", (64,) * 4, 32, 64, "bfloat16")
-    assert schedule not in candidates(summed, machine, ("two-halves",))  # it does not serve these
+    assert schedule not in candidates(summed, machine, ("two-halves",))  # serves no sums
 
 
 def test_packages_offer_schedules(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    asked: list[dict[str, str]] = []
+    queries: list[dict[str, str]] = []
 
     class Point:
         @staticmethod
@@ -168,7 +168,7 @@ def test_packages_offer_schedules(monkeypatch: pytest.MonkeyPatch, capsys: Any) 
             return defined()
 
     def entry_points(**which: str) -> list[type[Point]]:
-        asked.append(which)
+        queries.append(which)
         return [Point] if which["name"] == "two-halves" else []
 
     monkeypatch.setattr(metadata, "entry_points", entry_points)
@@ -181,4 +181,4 @@ def test_packages_offer_schedules(monkeypatch: pytest.MonkeyPatch, capsys: Any) 
         forget()
         assert cli.run(command) == 0, capsys.readouterr()
         assert "two-halves" in capsys.readouterr().out
-    assert asked[0] == {"group": "ficco.schedules", "name": "two-halves"}
+    assert queries[0] == {"group": "ficco.schedules", "name": "two-halves"}

@@ -1,4 +1,4 @@
-"""Packed documents in one call of a library, which a double stands for on CPUs."""
+"""Packed documents in one library call; a double replaces the library on CPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MASKS: tuple[dict[str, Any], ...] = (
 
 
 def documents(length: int, seed: int, most: int) -> tuple[int, ...]:
-    """Where some documents begin, and the end."""
+    """First positions of the documents, and the total length."""
     chance = random.Random(seed)
     count = min(chance.randint(1, most), max(length - 1, 0))
     return (0, *sorted(chance.sample(range(1, length), count)), length) if count else (0, length)
@@ -51,25 +51,25 @@ def test_calls_have_all_rectangles_once(
     problem = AttentionProblem(*sizes, **mask, cu_seqlens=bounds, placement=placement)
     for rank in range(world):
         keys = 0, problem.keys.product_rows(rank)
-        wanted = problem.rectangles(rank, (0, problem.rows), keys)
-        found: list[Rectangle] = []
-        for some in packed(wanted):
-            queries, among = some.bounds
-            assert list(queries) == sorted(queries) and list(among) == sorted(among)
-            ends = zip(queries, queries[1:], among, among[1:], strict=False)
+        expected = problem.rectangles(rank, (0, problem.rows), keys)
+        covered: list[Rectangle] = []
+        for call in packed(expected):
+            q_bounds, k_bounds = call.bounds
+            assert list(q_bounds) == sorted(q_bounds) and list(k_bounds) == sorted(k_bounds)
+            ends = zip(q_bounds, q_bounds[1:], k_bounds, k_bounds[1:], strict=False)
             for q, q_stop, k, k_stop in ends:
                 if q < q_stop and k < k_stop:
-                    one = Rectangle(q, q_stop, k, k_stop, some.band.left, some.band.right)
-                    found.append(one.moved(some.band.q, some.band.k))
-                    assert q_stop - q <= some.longest[0] and k_stop - k <= some.longest[1]
-            rows = [row for one in some.runs for row in range(one.q, one.q_stop)]
-            assert rows == [r for one in some.rectangles for r in range(one.q, one.q_stop)]
-        assert sorted(found, key=repr) == sorted(wanted, key=repr)
+                    rectangle = Rectangle(q, q_stop, k, k_stop, call.band.left, call.band.right)
+                    covered.append(rectangle.moved(call.band.q, call.band.k))
+                    assert q_stop - q <= call.longest[0] and k_stop - k <= call.longest[1]
+            rows = [row for run in call.runs for row in range(run.q, run.q_stop)]
+            assert rows == [r for one in call.rectangles for r in range(one.q, one.q_stop)]
+        assert sorted(covered, key=repr) == sorted(expected, key=repr)
 
 
 def test_many_documents_are_few_calls() -> None:
-    """One for those that end on a rank; of what goes on from one rank to another at most two
-    more."""
+    """One call for documents that end on a rank, and at most two more for documents that continue
+    on another rank."""
     bounds, sizes = tuple(range(0, 4 * 96 + 1, 3)), (4, 96, 1, 2, 1, 8, "float32")
     for mask, (placement, most) in product(MASKS[:2], (("ranks", 2), ("head-tail", 4))):
         problem = AttentionProblem(*sizes, **mask, cu_seqlens=bounds, placement=placement)
@@ -79,7 +79,7 @@ def test_many_documents_are_few_calls() -> None:
             assert len(rectangles) >= 32 and len(packed(rectangles)) <= most
 
 
-# By a double of the library's call.
+# Calls by a double of the library.
 
 
 def _heads(rows: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ def _heads(rows: torch.Tensor) -> torch.Tensor:
 def _sequences(
     operands: Any, bounds: Any, longest: Any, causal: bool, window: dict[str, int | None]
 ) -> Iterator[tuple[slice, slice, Heads, Rectangle]]:
-    """Rows of queries and of keys, heads and mask of each sequence that has both."""
+    """Query rows, key rows, heads and mask of each sequence with queries and keys."""
     q, k, v = operands
     assert all(one.dtype == torch.int32 for one in bounds)
     queries, keys = (one.tolist() for one in bounds)
@@ -99,14 +99,14 @@ def _sequences(
     for begin, end, first, last in ends:
         if begin < end and first < last:
             assert end - begin <= longest[0] and last - first <= longest[1]
-            rows, among = slice(begin, end), slice(first, last)
-            heads = Heads(_heads(q[rows]), _heads(k[among]), _heads(v[among]))
-            yield rows, among, heads, Rectangle(0, end - begin, 0, last - first, *band)
+            rows, key_rows = slice(begin, end), slice(first, last)
+            heads = Heads(_heads(q[rows]), _heads(k[key_rows]), _heads(v[key_rows]))
+            yield rows, key_rows, heads, Rectangle(0, end - begin, 0, last - first, *band)
 
 
 class Varlen:
-    """Flash attention of sequences of different lengths, sequence by sequence. What no key is for,
-    and what no query is for, is not a number."""
+    """Flash attention of sequences of different lengths, sequence by sequence. Results of queries
+    without keys, and gradients of keys without queries, are NaN."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -115,39 +115,39 @@ class Varlen:
         self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *rest: Any, scale: float, **window: Any
     ) -> tuple[torch.Tensor, ...]:
         *longest, dropout, causal, _ = rest
-        # With one query at most, flash attention takes q to have a row for each sequence.
+        # If no sequence has two queries, flash attention expects a row of q for each sequence.
         assert longest[0] > 1
         assert dropout == 0 and cu_q[-1] == q.shape[0] and cu_k[-1] == k.shape[0]
         self.calls += 1
         mean = torch.full_like(q, torch.nan)
         wide = torch.promote_types(q.dtype, torch.float32)
         lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=wide)
-        every = _sequences((q, k, v), (cu_q, cu_k), longest, causal, window)
-        for rows, _, heads, band in every:
-            found = libraries.attention(heads, band, scale)
-            mean[rows], lse[:, rows] = found[0][0].transpose(0, 1), found[1][0]
+        sequences = _sequences((q, k, v), (cu_q, cu_k), longest, causal, window)
+        for rows, _, heads, band in sequences:
+            result = libraries.attention(heads, band, scale)
+            mean[rows], lse[:, rows] = result[0][0].transpose(0, 1), result[1][0]
         return mean, lse
 
-    def backward(self, grad: Any, *given: Any, scale: float, **window: Any) -> Any:
-        q, k, v, out, lse, cu_q, cu_k, *longest, _, causal = given[:11]
+    def backward(self, grad: Any, *saved: Any, scale: float, **window: Any) -> Any:
+        q, k, v, out, lse, cu_q, cu_k, *longest, _, causal = saved[:11]
         self.calls += 1
-        made = [torch.full_like(one, torch.nan) for one in (q, k, v)]
-        every = _sequences((q, k, v), (cu_q, cu_k), longest, causal, window)
-        for rows, keys, heads, band in every:
-            of = Result(_heads(out[rows]), lse[None, :, rows], _heads(grad[rows]))
-            found = libraries.backward(heads, of, band, scale)
-            for one, gradient, where in zip(made, found, (rows, keys, keys), strict=True):
-                one[where] = gradient[0].transpose(0, 1)
-        return tuple(made)
+        grads = [torch.full_like(one, torch.nan) for one in (q, k, v)]
+        sequences = _sequences((q, k, v), (cu_q, cu_k), longest, causal, window)
+        for rows, keys, heads, band in sequences:
+            forward = Result(_heads(out[rows]), lse[None, :, rows], _heads(grad[rows]))
+            result = libraries.backward(heads, forward, band, scale)
+            for total, gradient, index in zip(grads, result, (rows, keys, keys), strict=True):
+                total[index] = gradient[0].transpose(0, 1)
+        return tuple(grads)
 
 
 @contextmanager
 def several_served() -> Iterator[Varlen]:
-    """One call serves several documents."""
+    """Replace the library by a double that serves several documents per call."""
     double = Varlen()
     aten = torch.ops.aten
     with (
-        mock.patch.object(libraries, "serves_several", lambda _, some: len(some.rectangles) > 1),
+        mock.patch.object(libraries, "serves_several", lambda _, call: len(call.rectangles) > 1),
         mock.patch.object(aten, "_flash_attention_forward", double.forward),
         mock.patch.object(aten, "_flash_attention_backward", double.backward),
     ):
@@ -173,7 +173,7 @@ def test_results_and_gradients(at: Rank) -> None:
         with several_served() as double:
             trained(at, (24, 1, 4 * at.world, 2, 16), facts, dtype, turn)
             assert double.calls > 0
-    # Several rectangles of two sequences: one call for each. Documents of a group of heads: one.
+    # A batch of two sequences makes no packed call, documents make one for a group of heads.
     with several_served() as double:
         facts = {"causal": True, "window": 5, "placement": "head-tail"}
         case = Case((24,) * at.world, (24, 2, 4, 2, 16), facts=facts, needs=(True,) * 3)
@@ -185,8 +185,8 @@ def test_results_and_gradients(at: Rank) -> None:
         assert double.calls == 1
 
 
-def test_where_libraries_serve() -> None:
-    """Several documents on no CPU; few rows, and windows, are not for cuDNN."""
+def test_cudnn_serves_only_large_rectangles_without_windows() -> None:
+    """No CPU library serves several documents; cuDNN serves neither few rows nor windows."""
     short = packed([Rectangle(8 * i, 8 * i + 8, 8 * i, 8 * i + 8, None, 0) for i in range(4)])[0]
     q = torch.zeros(1, 2, 32, 16)
     assert not libraries.serves_several(Heads(q, q, q), short)
@@ -194,7 +194,7 @@ def test_where_libraries_serve() -> None:
     with mock.patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0)):
         for rows, keys in ((128, 128), (127, 4096), (4096, 127), (1, 1)):
             q = torch.zeros(1, 2, rows, 128)
-            for one in (Rectangle(0, rows, 0, keys), Rectangle(64, 64 + rows, 9, 9 + keys)):
-                served = libraries._cudnn_serves(Heads(q, q, q), one)
+            for band in (Rectangle(0, rows, 0, keys), Rectangle(64, 64 + rows, 9, 9 + keys)):
+                served = libraries._cudnn_serves(Heads(q, q, q), band)
                 assert served == (min(rows, keys) == 128), (rows, keys)
-                assert not libraries._cudnn_serves(Heads(q, q, q), one._replace(left=3, right=0))
+                assert not libraries._cudnn_serves(Heads(q, q, q), band._replace(left=3, right=0))

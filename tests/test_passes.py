@@ -1,4 +1,4 @@
-"""The compile pass: what it replaces gives the same numbers, what it leaves has a reason."""
+"""The compile pass: replacements give the same numbers, collectives that stay have a reason."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from ficco.passes.graph import Unclear, canonical, original, permuted, regrouped
 
 WORLD = 2
 
-# Programs. Each is a function of tensors and of a group; ``expected`` are the operators that take
-# the place of its collectives, in the order of the graph.
+# Programs. Each is a function of tensors and of a group; ``expected`` lists the operators that
+# replace its collectives, in the order of the graph.
 
 
 def gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
@@ -56,7 +56,7 @@ def reduce(x: torch.Tensor, group: Any, reduce_op: str = "sum") -> torch.Tensor:
 
 
 MATRICES, BATCH = ((6, 8), (8, 4)), ((3, 4, 8), (8, 5))
-ONES = [torch.ones(shape) for shape in MATRICES]  #: of graphs that nobody runs
+ONES = [torch.ones(shape) for shape in MATRICES]  #: of graphs that never run
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Program:
     shapes: tuple[tuple[int, ...], ...] = MATRICES
     says: str = ""
     dtype: torch.dtype = torch.float32
-    reference: Callable[..., Any] | None = None  #: what gloo can run, where it cannot run it
+    reference: Callable[..., Any] | None = None  #: an equivalent that gloo supports
 
     def __str__(self) -> str:
         return self.name
@@ -105,7 +105,7 @@ def _viewed(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
 
 
 def _sliced(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    """As DTensor gathers a tensor of dynamic sizes."""
+    """A gather of DTensor for dynamic sizes."""
     return torch.ops.aten.slice.Tensor(gather(x, 1, g), 1, 0, WORLD * x.shape[1]) @ w
 
 
@@ -120,7 +120,7 @@ def _into(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
 
 
 def _back_into(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    """As ``dist.all_reduce`` is traced."""
+    """The trace of ``dist.all_reduce``."""
     y = nn.functional.linear(x, w)
     return torch.ops.aten.copy(y, funcol.wait_tensor(reduce(y, g))) + 1
 
@@ -195,7 +195,7 @@ REPLACED = [
     ),
     P("a layer", (AGM, MRS), _mlp, ((2, 3, 8), (8, 6), (6, 8))),
     P("collectives with gradients", (AGM, MRS), _with_gradients, ((6, 8), (8, 6), (6, 8))),
-    P("viewed", (AGM,), _viewed, ((3, 8), (8, 5)), COPY),  # before autograd; else it is of batches
+    P("viewed", (AGM,), _viewed, ((3, 8), (8, 5)), COPY),  # batched after autograd
     P("a slice of all", (AGM,), _sliced, ((2, 3, 8), (8, 6))),
 ]
 
@@ -208,9 +208,9 @@ DYNAMIC = (
 
 def inputs(program: Program, rank: int) -> list[torch.Tensor]:
     """Small integers that depend on the rank, so that every sum is exact in every dtype."""
-    made = torch.Generator().manual_seed(97 * rank + len(program.name))
+    rng = torch.Generator().manual_seed(97 * rank + len(program.name))
     return [
-        torch.randint(-3, 4, shape, generator=made).to(program.dtype) for shape in program.shapes
+        torch.randint(-3, 4, shape, generator=rng).to(program.dtype) for shape in program.shapes
     ]
 
 
@@ -219,8 +219,8 @@ def trace(
 ) -> torch.fx.GraphModule:
     options = {"tracing_mode": "fake"} | options
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # names of collectives that became older
-        return make_fx(lambda *given: fn(*given, group), **options)(*tensors)
+        warnings.simplefilter("ignore", FutureWarning)  # deprecated names of collectives
+        return make_fx(lambda *inputs: fn(*inputs, group), **options)(*tensors)
 
 
 def ficco_calls(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
@@ -236,7 +236,7 @@ def collectives(graph: torch.fx.GraphModule) -> int:
     return sum("c10d" in getattr(node.target, "namespace", "") for node in graph.graph.nodes)
 
 
-# The same numbers, on two ranks, that lie as before.
+# The same numbers on two ranks, with the same strides.
 
 
 def _same(at: Rank, program: Program, options: dict[str, Any]) -> list[str]:
@@ -246,10 +246,10 @@ def _same(at: Rank, program: Program, options: dict[str, Any]) -> list[str]:
         want = (program.reference or program.run)(*tensors, group)
     graph = trace(program.run, tensors, group, **options)
     report = passes.replace(graph)
-    found = graph(*tensors)
-    wants, founds = (list(t) if isinstance(t, tuple) else [t] for t in (want, found))
-    for one, other in zip(wants, founds, strict=True):
-        facts = [(some.dtype, some.shape, some.stride()) for some in (one, other)]
+    result = graph(*tensors)
+    expected, results = (list(t) if isinstance(t, tuple) else [t] for t in (want, result))
+    for one, other in zip(expected, results, strict=True):
+        facts = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in (one, other)]
         assert facts[0] == facts[1], f"{program}: {facts}"
         assert torch.equal(one, other), f"{program}: rank {at.rank}\n{graph.code}"
     assert tuple(operators(graph)) == program.expected, f"{report}\n{graph.code}"
@@ -267,19 +267,19 @@ def _same(at: Rank, program: Program, options: dict[str, Any]) -> list[str]:
 @on_ranks(WORLD, timeout=150)  # traces of many programs
 def test_replaced_programs_give_the_same_integers(at: Rank, options: dict[str, Any]) -> None:
     for program in REPLACED:
-        # Slow with symbols, where "flat" and "exchange" do not say how their rows divide.
+        # Symbolic traces are slow; in "flat" and "exchange" they do not know how rows divide.
         serves = program.name in DYNAMIC if "tracing_mode" in options else program.name != "viewed"
         if serves or "pre_dispatch" in options:
-            told = [""] * at.world
-            dist.all_gather_object(told, _same(at, program, options))
-            assert told == told[:1] * at.world  # the ranks decide alike
+            reports = [""] * at.world
+            dist.all_gather_object(reports, _same(at, program, options))
+            assert reports == reports[:1] * at.world  # the ranks decide alike
 
 
 # Whole models under torch.compile.
 
 
 class FeedForward(nn.Module):
-    """As in torchtitan, without what would round; its weights are integers."""
+    """The layer of torchtitan without operations that round; its weights are integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,8 +294,8 @@ class FeedForward(nn.Module):
 
 
 def _parallel(layout: Any) -> nn.Module:
-    """The layer with PyTorch's own parallel styles, as a torchtitan plan writes them."""
-    layer = nn.Sequential(FeedForward())  # hooks of a layer inside are compiled with it
+    """The layer with PyTorch's parallel styles, in the form of a torchtitan plan."""
+    layer = nn.Sequential(FeedForward())  # hooks of an inner layer are compiled, too
     whole = (Replicate(),)
     plan: dict[str, Any] = {
         "0": PrepareModuleInput(input_layouts=(layout,), desired_input_layouts=whole),
@@ -315,17 +315,17 @@ def _train(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.
 
 @on_ranks(WORLD)
 def test_a_parallelised_model_has_its_collectives_replaced(at: Rank) -> None:
-    """In the forward, then in the backward, which adds two products; all-reduces without sequence
-    parallelism."""
+    """In the forward, and in the backward, which adds two products. Without sequence parallelism
+    the collectives are all-reduces."""
     for layout in (Shard(1), Replicate()):
         torch._dynamo.reset()
         sequence = layout == Shard(1)
-        made = torch.Generator().manual_seed(at.rank if sequence else 7)
+        rng = torch.Generator().manual_seed(at.rank if sequence else 7)
         rows = 3 if sequence else 3 * WORLD
-        x, grad = (torch.randint(-2, 3, (2, rows, 8), generator=made).float() for _ in range(2))
+        x, grad = (torch.randint(-2, 3, (2, rows, 8), generator=rng).float() for _ in range(2))
         want, backend = _train(_parallel(layout), x, grad), passes.backend("aot_eager")
-        found = _train(torch.compile(_parallel(layout), backend=backend, fullgraph=True), x, grad)
-        assert all(map(torch.equal, want, found)), backend.report
+        results = _train(torch.compile(_parallel(layout), backend=backend, fullgraph=True), x, grad)
+        assert all(map(torch.equal, want, results)), backend.report
         entries = [*backend.report]
         names = [(entry.collective, entry.operator) for entry in entries]
         if sequence:
@@ -337,7 +337,7 @@ def test_a_parallelised_model_has_its_collectives_replaced(at: Rank) -> None:
 
 @pytest.mark.slow
 @on_ranks(WORLD, timeout=150)
-def test_inductor_runs_the_pass_behind_the_users_own(at: Rank) -> None:
+def test_inductor_runs_the_pass_after_the_users_own(at: Rank) -> None:
     torch._dynamo.reset()
     from torch._inductor import config
 
@@ -345,23 +345,23 @@ def test_inductor_runs_the_pass_behind_the_users_own(at: Rank) -> None:
     x, w = torch.full((3, 8), at.rank + 1.0), torch.arange(40.0).view(8, 5)
     layer, backend = partial(_gathered, g=dist.group.WORLD), passes.backend()
     with config.patch({passes.compiling.HOOK: seen.append}):
-        found = torch.compile(layer, backend=backend, fullgraph=True)(x, w)
-    assert torch.equal(found, layer(x, w))
+        result = torch.compile(layer, backend=backend, fullgraph=True)(x, w)
+    assert torch.equal(result, layer(x, w))
     assert "1 collective in 1 graph: 1 replaced" in str(backend.report) and len(seen) == 1
     for hook in (passes.compiling.HOOK, "post_grad_custom_post_pass", "joint_custom_pre_pass"):
         own = passes.inductor_pass()
         torch._dynamo.reset()
         with config.patch({hook: own}):
-            assert torch.equal(torch.compile(layer)(x, w), found)
+            assert torch.equal(torch.compile(layer)(x, w), result)
         assert len(own.report.replaced) == 1 and not own.report.left, hook
 
 
-# What stays, and why.
+# Collectives that stay, and the reasons.
 
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[dict[int, Any]]:
-    """Groups by their size in a world that has this process alone."""
+    """Groups by size; this process is their only real rank."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
@@ -405,7 +405,7 @@ def left(says: str, run: Callable[..., Any], *shapes: tuple[int, ...], **more: A
     return Program(says, (), run, shapes or MATRICES, **more)
 
 
-#: What stays of a product of two matrices, by its reason.
+#: Programs of two matrices whose collective stays, by the reason.
 OF_MATRICES: dict[str, Callable[..., Any]] = {
     "mul.Tensor is no product": lambda x, w, g: gather(x, 0, g) * 2,
     "compile the parent module": lambda x, w, g: gather(x, 0, g),
@@ -479,7 +479,7 @@ def test_what_stays_has_a_reason(program: Program, groups: dict[int, Any]) -> No
 
 
 def _received(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    """What is received overwrites what was gathered, in front of the product."""
+    """A received message overwrites the gathered tensor before the product."""
     a = gather(x, 0, g)
     funcol.wait_tensor(FUNCTIONAL.irecv(x, 0, 0, g.group_name))
     return a @ w
@@ -512,7 +512,7 @@ FUNCTIONAL, WRITES = torch.ops._c10d_functional, "irecv may write to the operand
         ),
     ],
 )
-def test_what_is_no_collective_of_a_product_is_reported_by_name(
+def test_messages_and_other_collectives_are_reported_by_name(
     fn: Callable[..., Any], says: dict[str, str], groups: dict[int, Any]
 ) -> None:
     report = passes.replace(trace(fn, ONES, groups[2]))
@@ -542,12 +542,12 @@ def test_every_functional_collective_of_this_pytorch_has_a_row() -> None:
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith(("_c10d_functional::", "_c10d_functional_autograd::"))
     }
-    # The first wait; the last is a test's.
+    # Waits and a wrapper; the last is defined by a test of this file.
     names -= {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "later"}
     assert names and names <= {*COLLECTIVES, *OTHER_FORMS}
 
 
-def test_groups_decide(groups: dict[int, Any]) -> None:
+def test_replacement_depends_on_the_group(groups: dict[int, Any]) -> None:
     def nowhere(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
         y = torch.ops._c10d_functional.all_reduce(x @ w, "sum", "nowhere")
         return funcol.wait_tensor(y)
@@ -592,7 +592,7 @@ def test_a_product_is_taken_once(groups: dict[int, Any]) -> None:
 
 
 def test_the_widest_product_hides_the_gather(groups: dict[int, Any]) -> None:
-    """Unless its right operand is made after a write, over which it does not move."""
+    """Except where its right operand is computed after a write, over which it cannot move."""
     program = next(p for p in REPLACED if p.name == "three products")
     (entry,) = passes.replace(trace(program.run, inputs(program, 0), groups[2]))
     assert entry.replaced and entry.product == "mm_1" and "8x6" in entry.shapes, entry
@@ -622,17 +622,17 @@ def test_a_graph_without_fake_tensors_is_left(groups: dict[int, Any]) -> None:
 def test_an_error_leaves_no_trace(groups: dict[int, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     program = next(p for p in REPLACED if p.name == "batch")
     graph = trace(program.run, inputs(program, 0), groups[2])
-    before, faked, made = graph.code, passes.rewrite._faked, []
+    before, faked, faked_nodes = graph.code, passes.rewrite._faked, []
 
     def fails(node: torch.fx.Node) -> Any:
-        made.append(node)
-        if len(made) == 4:
-            raise KeyError("what nobody thought of")
+        faked_nodes.append(node)
+        if len(faked_nodes) == 4:
+            raise KeyError("an unforeseen error")
         return faked(node)
 
     monkeypatch.setattr(passes.rewrite, "_faked", fails)
     (entry,) = passes.replace(graph)
-    assert "not understood: KeyError" in entry.reason and len(made) == 4
+    assert "not understood: KeyError" in entry.reason and len(faked_nodes) == 4
     graph.recompile()
     assert graph.code == before
 
@@ -684,7 +684,7 @@ def test_report_prints_a_table(groups: dict[int, Any]) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_labels_follow_the_rows(data: st.DataObject) -> None:
-    """Any mix of views, permutations and pieces does to labels what it does to a tensor."""
+    """Any mix of views, permutations and pieces changes labels and a tensor alike."""
     sizes = data.draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=2, max_size=4))
     now = torch.arange(prod(sizes)).view(sizes)
     order = original(sizes)
@@ -708,13 +708,13 @@ def test_labels_follow_the_rows(data: st.DataObject) -> None:
             try:
                 order = regrouped(order, shape, dim, target, 2)
             except Unclear:
-                return  # labels never cut at an odd place
+                return  # labels are never cut at an odd index
             now = torch.cat(now.chunk(2, dim), target)
     first = canonical(order)
-    found = torch.arange(now.numel()).view([label.size for label in first] or [1])
+    relabeled = torch.arange(now.numel()).view([label.size for label in first] or [1])
     if order:
-        found = found.permute(*(first.index(label) for label in order))
-    assert torch.equal(found.reshape(-1), now.reshape(-1))
+        relabeled = relabeled.permute(*(first.index(label) for label in order))
+    assert torch.equal(relabeled.reshape(-1), now.reshape(-1))
 
 
 def test_rows_are_known_where_columns_are_whole() -> None:

@@ -1,4 +1,4 @@
-"""``ficco.prepare``: later calls are warm; a rank that does not take part is named."""
+"""``ficco.prepare``: later calls are warm; errors name a rank that does not take part."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import ficco
 import ficco.nn
 from ficco.runtime.workspace import workspaces
 
-#: The seconds that a rank waits for one that does not prepare.
+#: Seconds that a rank waits for another rank that does not prepare.
 SHORT_S = 2.0
 PRODUCTS = [("all_gather_matmul", (8, 4), (4, 6)), ("matmul_reduce_scatter", (2, 8, 4), (4, 6))]
 
 
 def _kinds(group: Any) -> set[str]:
-    """The operators whose kinds a rank knows, each with a program on every slot."""
+    """Operators of the cached kinds of calls that have a program on both slots."""
     (workspace,) = workspaces(group)
     cached = workspace.programs.values()
-    return {one.plan.problem.operator for one in cached if len(one.programs) == 2}
+    return {kind.plan.problem.operator for kind in cached if len(kind.programs) == 2}
 
 
 @on_ranks(2)
@@ -48,11 +48,11 @@ def test_the_calls_of_a_model_are_prepared_without_gradients(at: Rank) -> None:
         before = set(workspace.programs)
         model(torch.randn(4, 8)).sum()
         assert len(_kinds(group)) == 2 and set(workspace.programs) == before
-        assert all(one.grad is None for one in model.parameters())
+        assert all(weight.grad is None for weight in model.parameters())
 
 
-def _alone(at: Rank, other: str) -> Any:
-    """An error of a rank that prepares while the other rank does something else."""
+def _differing(at: Rank, other: str) -> Any:
+    """The error of ``ficco.prepare`` or of a call where ranks do not prepare the same list."""
     with own_group(at) as group, ficco.options(timeout_s=SHORT_S):
         if other != "absent from the start":
             ficco.all_gather_matmul(torch.ones(2, 4), torch.ones(4, 6), group=group)
@@ -72,7 +72,7 @@ def _alone(at: Rank, other: str) -> Any:
     "other", ["absent from the start", "absent later", "another list", "a call"]
 )
 def test_a_rank_that_does_not_prepare_or_something_else_is_named(other: str) -> None:
-    errors = [error for error in run(2, _alone, other, fresh=True) if error is not None]
+    errors = [error for error in run(2, _differing, other, fresh=True) if error is not None]
     assert len(errors) == (1 if "absent" in other else 2)
     for error in errors:
         assert "prepare" in error.text, error
@@ -84,7 +84,7 @@ def test_a_rank_that_does_not_prepare_or_something_else_is_named(other: str) -> 
 
 
 @on_ranks(2)
-def test_what_is_no_product_is_refused(at: Rank) -> None:
+def test_invalid_lists_are_refused(at: Rank) -> None:
     with own_group(at) as group:
         gather, rows, b = "all_gather_matmul", (8, 4), (4, 6)
         for wrong in (5, [("matmul", rows, b)], [(gather, rows, (4,))], [(gather, rows)]):

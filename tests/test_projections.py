@@ -1,5 +1,5 @@
-"""The projections around attention by heads: plans and their proof, layers, memory, errors. The
-contract shows that calls and their gradients are exact."""
+"""The projections around attention by heads: plans and their proof, layers, memory, errors. Exact
+calls and gradients are tested by the contract."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPERATORS = "matmul_all_to_all", "all_to_all_matmul", "all_to_all_transposed_mat
 
 
 def operands(at: Rank, batch: int = 1) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those of both calls on two ranks: of 4 positions each, 4 heads of queries and 2 of keys."""
+    """Operands of both calls on two ranks: 4 positions a rank, 4 query heads and 2 key heads."""
     case = Case((4,) * 2, (4, batch, 4, 2, 4, 12))
     project, output = (SUBJECTS[f"ulysses_{name}"] for name in ("project", "output"))
     return project.make(case, at.rank, 1), output.make(case, at.rank, 1)
@@ -40,7 +40,7 @@ def operands(at: Rank, batch: int = 1) -> tuple[list[torch.Tensor], list[torch.T
 def problem_of(operator: str, channels: list[int]) -> Problem:
     table = [channels] * len(channels)
     if operator != OPERATORS[0]:
-        table = [[some] * len(channels) for some in channels]
+        table = [[count] * len(channels) for count in channels]
     return Problem.of_blocks(operator, table, 12, 20, "bfloat16", transposed=True)
 
 
@@ -50,14 +50,14 @@ def test_plans_are_proven(operator: str) -> None:
         problem = problem_of(operator, channels)
         travels = "A @ B" if problem.kind.scatters else "A"
         for schedule in SCHEDULES:
-            made = plans(problem, Schedule.parse(schedule))
-            check(made)
-            for buffer in (one for plan in made for one in plan.buffers):
+            all_plans = plans(problem, Schedule.parse(schedule))
+            check(all_plans)
+            for buffer in (buffer for plan in all_plans for buffer in plan.buffers):
                 transposed = buffer.holds == travels and buffer.name != "sum"
                 assert (buffer.layout == "transposed") == transposed, buffer
 
 
-def test_what_lies_transposed_is_refused_where_it_is_not_served() -> None:
+def test_transposed_rows_are_refused_where_not_served() -> None:
     problem = problem_of(OPERATORS[0], [4, 4])
     for name in ("serial:collective", "growing:pull", "tiled", "growing:kernel"):
         with pytest.raises(ValueError, match="rows that lie as columns|tiled"):
@@ -68,16 +68,16 @@ def test_what_lies_transposed_is_refused_where_it_is_not_served() -> None:
         Problem("all_gather_matmul", (4, 4), 4, 4, "float32", transposed=True)
 
 
-def test_auto_takes_what_serves_them() -> None:
+def test_auto_takes_schedules_that_serve_projections() -> None:
     machine = find("h200-4", None)
     for operator in OPERATORS:
         problem = problem_of(operator, [1536] * 4)
         for mode in ("queued", "idle", "eager"):
-            for known in (machine, None):
-                decision = ficco.heuristics.decide(problem, machine=known, mode=mode)
+            for described in (machine, None):
+                decision = ficco.heuristics.decide(problem, machine=described, mode=mode)
                 assert decision.schedule.mover == "dma" and not decision.schedule.pull
         explained = ficco.heuristics.decide(problem, machine=machine).candidates
-        assert len(explained) > 5 and all(0 < one.share <= 1 for one in explained)
+        assert len(explained) > 5 and all(0 < candidate.share <= 1 for candidate in explained)
         for candidate in explained:
             plans(problem, Schedule.parse(candidate.schedule))
 
@@ -86,15 +86,15 @@ def test_auto_takes_what_serves_them() -> None:
 
 
 @on_ranks(2)
-def test_what_arrives_lies_as_it_is_read(at: Rank) -> None:
-    """What arrives is one tensor [S, batch, heads, size], which nobody brings into another order;
-    and such a one is read in place."""
+def test_results_arrive_in_the_layout_of_their_reader(at: Rank) -> None:
+    """Queries, keys and values arrive in one tensor [S, batch, heads, size], which is not copied to
+    another layout. ``ulysses_output`` reads a tensor of this layout in place."""
     project, (_, weight) = operands(at, batch=2)
     arrived = ficco.ulysses_project(*project, size=4)
     storage = arrived[0].untyped_storage()
-    for one in arrived:  # of two heads of queries, one of keys and one of values
-        assert one.stride() == (16, 4, 32, 1)
-        assert one.untyped_storage().data_ptr() == storage.data_ptr()
+    for tensor in arrived:  # two heads of queries, one of keys and one of values
+        assert tensor.stride() == (16, 4, 32, 1)
+        assert tensor.untyped_storage().data_ptr() == storage.data_ptr()
     assert storage.nbytes() == 8 * 32 * 8
     out = torch.randn(8, 2, 2, 4, dtype=torch.float64).permute(1, 2, 0, 3).requires_grad_()
     y = ficco.ulysses_output(out, weight.requires_grad_())
@@ -105,7 +105,7 @@ def test_what_arrives_lies_as_it_is_read(at: Rank) -> None:
 
 
 @on_ranks(2)
-def test_operands_that_lie_transposed_are_copied(at: Rank) -> None:
+def test_transposed_operands_are_copied(at: Rank) -> None:
     case = Case((4,) * 2, (4, 1, 4, 2, 4, 12), layout="transposed")
     for name in ("ulysses_project", "ulysses_output"):
         needs = (True,) * len(SUBJECTS[name].operands)
@@ -114,17 +114,17 @@ def test_operands_that_lie_transposed_are_copied(at: Rank) -> None:
 
 @on_ranks(2)
 def test_gradients_of_some_results(at: Rank) -> None:
-    """Gradients where not all results are used, and no second derivatives."""
+    """Gradients where only some results are used. Second derivatives are refused."""
     (x, *weights), (out, weight) = operands(at)
-    for wanted in (0, 1, 3):
+    for index in (0, 1, 3):
         leaves = [x, *weights]
-        leaves[wanted] = leaves[wanted].clone().requires_grad_()
+        leaves[index] = leaves[index].clone().requires_grad_()
         q, k, v = ficco.ulysses_project(*leaves, size=4)
-        (k.sum() + (q.sum() if wanted < 2 else v.sum())).backward()
-        right = x.flatten(0, 1).sum(0).expand_as(leaves[wanted])
-        if wanted == 0:  # of q and k, whose heads are all somewhere
-            right = torch.cat(weights[:2]).sum(0).expand_as(x)
-        assert torch.equal(leaves[wanted].grad, right)
+        (k.sum() + (q.sum() if index < 2 else v.sum())).backward()
+        expected = x.flatten(0, 1).sum(0).expand_as(leaves[index])
+        if index == 0:  # all heads of q and k are on one of the ranks
+            expected = torch.cat(weights[:2]).sum(0).expand_as(x)
+        assert torch.equal(leaves[index].grad, expected)
     y = ficco.ulysses_output(out, weight.requires_grad_())
     (grad,) = torch.autograd.grad(y.square().sum(), weight, create_graph=True)
     assert "derivative" in caught(lambda: grad.sum().backward()).text
@@ -132,7 +132,7 @@ def test_gradients_of_some_results(at: Rank) -> None:
 
 @on_ranks(2)
 def test_memory_is_capped(at: Rank) -> None:
-    """Also in a dtype that is narrower than the contract's."""
+    """Caps, and calls in a narrower dtype than the contract's."""
 
     def calls(case: Case) -> None:
         for name in ("ulysses_project", "ulysses_output"):
@@ -152,7 +152,7 @@ def test_memory_is_capped(at: Rank) -> None:
 
 
 def rotated(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stands for an embedding of all positions."""
+    """A stand-in for a rotary embedding of all positions."""
     factors = torch.arange(q.shape[2], device=q.device, dtype=q.dtype)[:, None].cos()
     return q * factors, k * factors
 
@@ -160,11 +160,11 @@ def rotated(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 @ranks(1, 2, 4)
 @on_ranks(timeout=280)
 def test_layers(at: Rank) -> None:
-    """With masks of all positions, and the gradients of all parameters, as PyTorch alone has them:
-    float64 sums in another order."""
+    """Results and gradients of all parameters, compared with PyTorch's: float64 sums are in another
+    order, so they differ by rounding."""
     sizes = [(own * at.world, kv) for own, kv in ((4, 4), (4, 2), (4, 1), (8, 2), (3, 3))]
-    for turn, (heads, kv_heads) in enumerate(one for one in sizes if one[0] % one[1] == 0):
-        torch.manual_seed(turn)  # alike on all ranks
+    for turn, (heads, kv_heads) in enumerate(pair for pair in sizes if pair[0] % pair[1] == 0):
+        torch.manual_seed(turn)  # the same on all ranks
         how: dict[str, Any] = {"bias": turn % 2 > 0, "device": at.device, "dtype": torch.float64}
         layer = ficco.nn.UlyssesAttention(32, heads, kv_heads, size=16, causal=True, **how)
         if turn % 4 == 1:  # the biases of Whisper's attention
@@ -174,23 +174,23 @@ def test_layers(at: Rank) -> None:
         whole.requires_grad_()
         x = whole.detach().chunk(at.world, 1)[at.rank].requires_grad_()
         y, parameters = layer(x, rotated), [*layer.parameters()]
-        of_x, *grads = torch.autograd.grad(y, [x, *parameters], grad.chunk(at.world, 1)[at.rank])
-        q, k, v = (by_heads(one(whole), 16) for one in (layer.q_proj, layer.k_proj, layer.v_proj))
+        grad_x, *grads = torch.autograd.grad(y, [x, *parameters], grad.chunk(at.world, 1)[at.rank])
+        q, k, v = (by_heads(proj(whole), 16) for proj in (layer.q_proj, layer.k_proj, layer.v_proj))
         out = scaled_dot_product_attention(*rotated(q, k), v, is_causal=True, enable_gqa=True)
         want = layer.o_proj(out.transpose(1, 2).flatten(2))
-        of_whole, *wanted = torch.autograd.grad(want, [whole, *parameters], grad)
-        for one, other in ((y, want), (of_x, of_whole)):
+        grad_whole, *expected = torch.autograd.grad(want, [whole, *parameters], grad)
+        for one, other in ((y, want), (grad_x, grad_whole)):
             torch.testing.assert_close(one, other.chunk(at.world, 1)[at.rank], rtol=0, atol=1e-12)
-        for one, other in zip(grads, wanted, strict=True):
-            torch.distributed.all_reduce(one)  # as data parallelism does
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        for total, right in zip(grads, expected, strict=True):
+            torch.distributed.all_reduce(total)  # as data parallelism does
+            torch.testing.assert_close(total, right, rtol=0, atol=1e-12)
 
 
 # Errors.
 
 
 WHOLE = "required a whole number, at least 1, got"
-#: Sizes that no layer has, and what their errors begin with.
+#: Invalid sizes of a layer, and the beginning of the error.
 NO_LAYERS: list[tuple[dict[str, Any], str]] = [
     *(({name: 0}, f"{name}: {WHOLE} 0") for name in ("features", "heads", "kv_heads", "size")),
     ({"features": 12.0}, f"features: {WHOLE} 12.0"),
@@ -213,34 +213,34 @@ def _refused(at: Rank) -> list[Any]:
     outputs = (out[0], o), (out[:, :, :7], o), (out[:, :1], o), (out, o.t()), (out, o.float())
     size, schedule = partial(ficco.ulysses_project, x, q, k, v), ("tiled", "serial:collective")
     failures = [
-        *(partial(ficco.ulysses_project, *some, size=4) for some in projections),
+        *(partial(ficco.ulysses_project, *wrong, size=4) for wrong in projections),
         *(partial(size, size=wrong) for wrong in (5, 0, "4")),
         *(partial(size, size=4, schedule=name) for name in schedule),
-        *(partial(ficco.ulysses_output, *some) for some in (*outputs, (out, o[:0]))),
+        *(partial(ficco.ulysses_output, *wrong) for wrong in (*outputs, (out, o[:0]))),
         *(
             partial(ficco.nn.UlyssesAttention, **{"features": 12, "heads": 4, **sizes})
             for sizes, _ in NO_LAYERS
         ),
     ]
-    found = list(map(caught, failures))
+    outcomes = list(map(caught, failures))
     ficco.ulysses_project(x, q, k, v, size=4)  # the group goes on
-    return found
+    return outcomes
 
 
 def test_bad_input_says_what_to_do() -> None:
-    one, other = run(2, _refused)
-    for failure in one:
-        assert isinstance(failure, Failure), one
+    first, second = run(2, _refused)
+    for failure in first:
+        assert isinstance(failure, Failure), first
         assert failure.type in ("ValueError", "NotImplementedError", "InvalidArgument"), failure
         assert "required" in failure.text or "not served" in failure.text, failure.text
-    assert [failure.text for failure in one] == [failure.text for failure in other]
-    for failure, (_, text) in zip(one[-len(NO_LAYERS) :], NO_LAYERS, strict=True):
+    assert [failure.text for failure in first] == [failure.text for failure in second]
+    for failure, (_, text) in zip(first[-len(NO_LAYERS) :], NO_LAYERS, strict=True):
         assert failure.type == "ValueError" and failure.text.startswith(text), failure
 
 
 @on_ranks(2)
 def test_ranks_that_differ_are_told(at: Rank) -> None:
-    """Also where heads or batches differ, but not the sizes of operands."""
+    """Mismatches of sizes, and of heads or batches where the sizes of operands are equal."""
     x, w, out = torch.ones(1, 8, 8), torch.ones(16, 8), torch.ones(1, 2, 16, 4)
     own = w[: 8 + 8 * at.rank]
 
@@ -250,11 +250,11 @@ def test_ranks_that_differ_are_told(at: Rank) -> None:
     def output(out: Any) -> Callable[[Any], Any]:
         return lambda group: ficco.ulysses_output(out, w.t(), group=group)
 
-    alone = ("ValueError", "RankMismatch")[at.rank]  # refused on one rank only
+    one_sided = ("ValueError", "RankMismatch")[at.rank]  # refused on one rank only
     for kind, text, call in (
         ("RankMismatch", "", project(x[:, : 3 + at.rank])),
         ("RankMismatch", "", project(x, own)),
-        (alone, "", project(x if at.rank else x[:, :, 1:])),
+        (one_sided, "", project(x if at.rank else x[:, :, 1:])),
         ("RankMismatch", "size 2", project(x, size=(4, 2)[at.rank])),
         ("RankMismatch", "batch 2", project(x.view(1 + at.rank, -1, 8))),
         ("RankMismatch", "4 heads a rank", output(out.view(1, *((2, 16, 4), (4, 16, 2))[at.rank]))),

@@ -1,5 +1,5 @@
-"""The replay of arrivals on the driver of threads: exact results on every rank, signals in order
-and not too early, and one that never comes."""
+"""Replayed arrivals on the thread driver: exact results on every rank, signals in order and not too
+early, and the error of a signal that never arrives."""
 
 from __future__ import annotations
 
@@ -57,26 +57,26 @@ from ficco.tools.tune import products
 CPU = torch.device("cpu")
 #: Bytes per second between the host and a device of threads.
 RATE = 1e9
-#: A copy takes a quarter of a millisecond at least, writes no time.
+#: A copy takes at least a quarter of a millisecond, a write no time.
 PACES = Paces(copies=Pace(0.0, RATE), own=Pace(0.0, RATE), tick=2.5e-4)
 MACHINE = flat(1e12, 1e9, 1e12, ranks=3, start=2e-4)
 
 
 class PacedDriver(thread_driver.ThreadDriver):
-    """Whose copies between host and device take time."""
+    """A thread driver whose copies between host and device take time."""
 
     def copy_from_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
         stream.put(partial(time.sleep, nbytes / RATE))
         stream.put(partial(ctypes.memmove, dst, src, nbytes))
 
     def copy_to_host(self, dst: int, src: int, nbytes: int, stream: Any) -> None:
-        if nbytes <= 1 << 12:  # words, which a watchdog reads
+        if nbytes <= 1 << 12:  # words that a watchdog reads
             return super().copy_to_host(dst, src, nbytes, stream)
         stream.put(partial(time.sleep, nbytes / RATE))
 
 
 class ThreadReplay(ReplayEngine, thread_driver.ThreadEngine):
-    """A replay on threads, which takes products apart whose rows wait or tell."""
+    """A replay on threads, which splits products whose rows wait for or post signals."""
 
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities(), partial_signals=True)
@@ -92,13 +92,13 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def played(rank: int, world: int, machine: Any = MACHINE) -> Iterator[tuple[Any, Workspace]]:
-    """A group of which one rank is there, and its workspace."""
+    """A group with only one running rank, and its workspace."""
     group = dist.ProcessGroup(dist.HashStore(), rank, world)
     with ficco.options(engine="threads", on_timeout="raise", timeout_s=20):
         engine = ThreadReplay(group, PacedDriver(CPU, 0), "auto", 20.0)
         engine.courier = ReplayPeers(engine, machine, PACES)
-        alone = dist.ProcessGroup(dist.HashStore(), 0, 1)
-        workspace = adopt(group, CPU, Board(alone, 20.0), engine)
+        one_rank = dist.ProcessGroup(dist.HashStore(), 0, 1)
+        workspace = adopt(group, CPU, Board(one_rank, 20.0), engine)
         try:
             yield group, workspace
         finally:
@@ -117,7 +117,7 @@ def received_s(problem: Any, machine: Any, rank: int) -> float:
 
 
 def operands_of(problem: Problem, rank: int, number: int = 0) -> ReplayOperands:
-    """Whole numbers."""
+    """Integer operands of a rank."""
     operands = ReplayOperands(problem, rank, CPU)
     operands.exact_b()
     operands.exact(number)
@@ -127,17 +127,17 @@ def operands_of(problem: Problem, rank: int, number: int = 0) -> ReplayOperands:
 def exact(group: Any, workspace: Workspace, problem: Problem, names: list[str]) -> None:
     operands = operands_of(problem, group.rank())
     for number, name in enumerate(names):
-        for turn in range(2):  # one on each slot
+        for turn in range(2):  # one call on each slot
             operands.exact(2 * number + turn)
             result = proven(caller(operands, group, name), operands, workspace)
             assert torch.equal(result, operands.reference()), f"{name}, rank {group.rank()}"
 
 
 def served(problem: Problem, knobs: str) -> list[str]:
-    """The named schedules that have the knobs, serve the problem and have something to replay."""
+    """Named schedules with these knobs that serve the problem and can be replayed."""
     names = []
     for name in NAMED:
-        with suppress(ValueError):  # it does not have the knobs
+        with suppress(ValueError):  # the schedule lacks one of the knobs
             schedule = Schedule.parse(f"{name}:{knobs}" if knobs else name)
             if not schedule.sums_in_place and not refusal(problem, schedule):
                 names.append(str(schedule))
@@ -147,7 +147,7 @@ def served(problem: Problem, knobs: str) -> list[str]:
 @pytest.mark.parametrize("knobs", ["", "pull", "pieces=3,copy=2,compute=2"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_schedule_is_exact_on_every_rank(operator: str, knobs: str) -> None:
-    """Ranks by turns, on two ranks and on three with different numbers of rows."""
+    """Ranks take turns; groups of two ranks, and of three with different numbers of rows."""
     count = 0
     for world, equal in ((2, True), (3, False)):
         problem = problem_of(operator, world, equal)
@@ -169,23 +169,23 @@ def test_scaled_calls_are_exact(operator: str) -> None:
             exact(group, workspace, problem, names[turn::3])
 
 
-# When it comes.
+# Times of arrivals.
 
 
-def coming_in(engine: Any, run: Callable[[], Any]) -> list[Any]:
-    """What arrives in three calls that replay, in order and not too early."""
+def check_arrivals(engine: Any, run: Callable[[], Any]) -> list[Any]:
+    """Arrivals of three replayed calls, which must be in order and not too early."""
     for _ in range(3):
         began = time.perf_counter()
         run()
         seconds = time.perf_counter() - began
         timetable = engine.courier.timetable(engine.latest)
-        coming = [arrival for piece in timetable.pieces for arrival in piece.arrivals]
+        expected = [arrival for piece in timetable.pieces for arrival in piece.arrivals]
         errors = engine.courier.errors()
-        # Without its wire a shard would be 100 ms early. A busy machine notes the start 10 ms late.
-        assert len(errors) == len(coming) and min(errors) > -60e-3, errors
-        assert seconds > coming[-1].at > 100e-3
-        assert [one.at for one in coming] == sorted(one.at for one in coming)
-    return coming
+        # An instant transfer would be 100 ms early. A busy machine records the start 10 ms late.
+        assert len(errors) == len(expected) and min(errors) > -60e-3, errors
+        assert seconds > expected[-1].at > 100e-3
+        assert [each.at for each in expected] == sorted(each.at for each in expected)
+    return expected
 
 
 @pytest.mark.parametrize("schedule", ["shard-overlap", "hetero-fused-1d", "ring", "tiled:pull"])
@@ -194,25 +194,25 @@ def test_signals_come_in_order_and_not_too_early(schedule: str) -> None:
     problem = problem_of(operator, 3)
     # A shard takes 100 ms.
     with played(1, 3, link(MACHINE, 5e-6)) as (group, workspace):
-        coming = coming_in(workspace.engine, caller(operands_of(problem, 1), group, schedule))
+        arrived = check_arrivals(workspace.engine, caller(operands_of(problem, 1), group, schedule))
     waited = {
         signal
         for step in plans(problem, Schedule.parse(schedule))[1].steps
         for signal in (*step.waits, *step.gates)
         if signal.poster != 1 and not signal.released
     }
-    assert {one.signal for one in coming} == waited
+    assert {arrival.signal for arrival in arrived} == waited
 
 
 def test_a_layer_of_experts_is_replayed() -> None:
-    """Tokens of peers arrive, and those of this rank come back, when a link would bring them."""
+    """Peers' tokens arrive, and this rank's results return, at the times of a link."""
     torch.manual_seed(0)
     weights, indices = torch.rand(20, 6).topk(2)
     operands = torch.ones(20, 16), indices, weights, torch.ones(2, 16, 8), torch.ones(2, 8, 16)
     with played(1, 3, link(MACHINE, 2e-5)) as (group, workspace):
         layer = partial(ficco.experts, *operands, capacity=8, group=group)
-        coming = coming_in(workspace.engine, partial(layer, schedule="shard-overlap"))
-    kinds = [one.signal.kind for one in coming]
+        arrived = check_arrivals(workspace.engine, partial(layer, schedule="shard-overlap"))
+    kinds = [arrival.signal.kind for arrival in arrived]
     assert kinds.count("ready") == kinds.count("returned") == 2
 
 
@@ -220,27 +220,27 @@ def test_time_passes_by_copies_or_else_by_writes() -> None:
     paces = Paces(word=3e-6, write=1e-6, copies=Pace(4e-6, 64e9), own=Pace(5e-6, 50e9))
     with played(0, 3) as (_, workspace):
         courier, driver = workspace.engine.courier, workspace.engine.driver
-        courier.paces, done = paces, []
-        driver.copy_from_host = lambda to, at, nbytes, stream: done.append(("in", nbytes))
-        driver.copy_to_host = lambda to, at, nbytes, stream: done.append(("out", nbytes))
-        driver.batch = lambda ops: SimpleNamespace(enqueue=lambda stream: done.extend(ops))
+        courier.paces, enqueued = paces, []
+        driver.copy_from_host = lambda to, at, nbytes, stream: enqueued.append(("in", nbytes))
+        driver.copy_to_host = lambda to, at, nbytes, stream: enqueued.append(("out", nbytes))
+        driver.batch = lambda ops: SimpleNamespace(enqueue=lambda stream: enqueued.extend(ops))
 
-        def passed(passes: Any) -> list[Any]:
-            done.clear()
+        def enqueued_by(passes: Any) -> list[Any]:
+            enqueued.clear()
             passes(None)
-            return list(done)
+            return list(enqueued)
 
-        assert passed(courier.passage(2e-6, 5e-6)) == []
-        assert len(passed(courier.passage(7.5e-6, 5e-6))) == 4  # writes
+        assert enqueued_by(courier.passage(2e-6, 5e-6)) == []
+        assert len(enqueued_by(courier.passage(7.5e-6, 5e-6))) == 4  # writes
         for seconds, tick in ((8.2e-6, 5e-6), (1e-3, 5e-6), (1e-3, 100e-6)):
-            copies = passed(courier.passage(seconds, tick))
-            assert {way for way, _ in copies} == {"in"}
+            copies = enqueued_by(courier.passage(seconds, tick))
+            assert {direction for direction, _ in copies} == {"in"}
             assert len(copies) == int((seconds - 3e-6) / tick)
-            taken = sum(4e-6 + nbytes / 64e9 for _, nbytes in copies)
-            assert taken == pytest.approx(seconds - 3e-6, rel=1e-3)
+            copied_s = sum(4e-6 + nbytes / 64e9 for _, nbytes in copies)
+            assert copied_s == pytest.approx(seconds - 3e-6, rel=1e-3)
         long = 5e-6 + 2.5 * ROOM / 50e9
-        crossed = passed(courier.crossing(long + 1e-11))
-        assert crossed == [("out", ROOM), ("out", ROOM), ("out", ROOM // 2)]
+        crossing = enqueued_by(courier.crossing(long + 1e-11))
+        assert crossing == [("out", ROOM), ("out", ROOM), ("out", ROOM // 2)]
 
 
 def test_a_call_has_no_more_copies_than_a_stream_holds() -> None:
@@ -256,24 +256,24 @@ def test_a_call_has_no_more_copies_than_a_stream_holds() -> None:
 
 
 def test_the_courier_learns_what_delays_it() -> None:
-    """A begin that is seen late, and copies that others slow down: the plan is met in the end, but
-    for what follows sooner than a copy can."""
+    """Late starts and slow copies are compensated after some calls, except for a piece due sooner
+    than a copy can finish."""
     delays, stamps = (0.2, 0.1, 0.4), [SimpleNamespace(at=0.0) for _ in range(3)]
-    begun: Any = SimpleNamespace(seconds_to=lambda stamp: stamp.at)
-    ends, none = (1.0, 1.5, 1.7), cast(Any, None)
-    pieces = [Piece(at, (), none, cast(Any, one)) for at, one in zip(ends, stamps, strict=True)]
-    timetable = Timetable(none, tuple(pieces), 0.1, [0.0] * 3)
+    begin: Any = SimpleNamespace(seconds_to=lambda stamp: stamp.at)
+    ends, unused = (1.0, 1.5, 1.7), cast(Any, None)
+    pieces = [Piece(at, (), unused, cast(Any, one)) for at, one in zip(ends, stamps, strict=True)]
+    timetable = Timetable(unused, tuple(pieces), 0.1, [0.0] * 3)
     assert timetable.durations() == pytest.approx([1.0, 0.5, 0.2])
     for _ in range(20):
         now = 0.0
         for stamp, duration, delay in zip(stamps, timetable.durations(), delays, strict=True):
             stamp.at = now = now + duration + delay
-        timetable.learn(begun)
+        timetable.learn(begin)
     assert [stamp.at for stamp in stamps] == pytest.approx([1.0, 1.5, 1.9], abs=1e-4)
 
 
 def test_calls_take_turns_on_slots_that_are_handed_on() -> None:
-    """Prepared or not, a call finds what the one before left."""
+    """A call, prepared or not, runs on the slot state that the previous call left."""
     problem = problem_of("matmul_reduce_scatter", 3)
     with played(0, 3) as (group, workspace):
         engine: Any = workspace.engine
@@ -295,8 +295,8 @@ def test_calls_take_turns_on_slots_that_are_handed_on() -> None:
 @ranks.on_ranks(1, fresh=True)
 def test_a_signal_that_never_comes_is_named(at: Rank) -> None:
     thread_driver.serve()
-    problem, coming = problem_of("all_gather_matmul", 3), replay.arrivals
-    replay.arrivals = lambda *args: [one for one in coming(*args) if one.signal.poster != 2]
+    problem, original = problem_of("all_gather_matmul", 3), replay.arrivals
+    replay.arrivals = lambda *args: [a for a in original(*args) if a.signal.poster != 2]
     with played(0, 3) as (group, _), ficco.options(timeout_s=0.5):
         run = caller(operands_of(problem, 0), group, "shard-overlap")
         error = ranks.caught(lambda: (run(), run()))
@@ -304,7 +304,7 @@ def test_a_signal_that_never_comes_is_named(at: Rank) -> None:
     assert error.fields["peer"] == 2 and "shard-overlap" in error.text
 
 
-def test_rows_that_are_not_brought_show() -> None:
+def test_missing_rows_change_the_result() -> None:
     problem = problem_of("all_gather_matmul", 3)
     with played(0, 3) as (group, workspace):
         operands = operands_of(problem, 0)
@@ -314,17 +314,17 @@ def test_rows_that_are_not_brought_show() -> None:
         assert not torch.equal(run(), operands.reference())
 
 
-def test_arrivals_are_those_of_the_link() -> None:
+def test_arrivals_follow_the_link() -> None:
     problem = problem_of("all_gather_matmul", 3)
     machine = link(flat(1e12, 1.0, 1e12, ranks=3), 1e-6, 2e6)  # 1000 bytes a second, 2 s
     shard = 8 * 16 * 4 / 1e3
-    every = plans(problem, Schedule.parse("shard-overlap"))
-    coming = arrivals(every, machine, "queued", 0)
-    assert [one.at for one in coming] == pytest.approx([2 + shard, 2 + 2 * shard])
-    assert [transfer.src.rank for one in coming for transfer in one.transfers] == [
-        one.signal.poster for one in coming
+    all_plans = plans(problem, Schedule.parse("shard-overlap"))
+    expected = arrivals(all_plans, machine, "queued", 0)
+    assert [arrival.at for arrival in expected] == pytest.approx([2 + shard, 2 + 2 * shard])
+    assert [transfer.src.rank for arrival in expected for transfer in arrival.transfers] == [
+        arrival.signal.poster for arrival in expected
     ]
-    assert received_s(problem, machine, 0) == pytest.approx(coming[-1].at)
+    assert received_s(problem, machine, 0) == pytest.approx(expected[-1].at)
     scattered = problem_of("matmul_all_reduce", 3)
     both_ways = 2 * (2 + 2 * 8 * 12 * 4 / 1e3)
     assert received_s(scattered, machine, 0) == pytest.approx(both_ways)
@@ -332,7 +332,7 @@ def test_arrivals_are_those_of_the_link() -> None:
     assert received_s(problem, mesh, 0) == pytest.approx(2 + shard)
 
 
-def test_what_needs_peers_is_refused() -> None:
+def test_schedules_that_need_peers_are_refused() -> None:
     problem = problem_of("matmul_reduce_scatter", 2)
     for schedule in ("serial:kernel", "serial:collective", "one-shot"):
         with played(0, 2) as (group, _):
@@ -344,7 +344,7 @@ def test_what_needs_peers_is_refused() -> None:
 
 
 class HostEvent:
-    """An event of a device that is through with everything as soon as it is enqueued."""
+    """An event of a device that finishes each operation as soon as it is enqueued."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.at = 0.0
@@ -364,10 +364,10 @@ NAMES = "tiled serial:kernel one-shot growing:pull growing shrinking candidates=
 
 
 def _played_by_threads(lost: str) -> None:
-    """Benches of a replay find a device of threads, on which of one schedule nothing arrives."""
+    """Let benches of a replay use the thread driver; no arrival of the schedule ``lost`` comes."""
     thread_driver.serve()
-    coming = replay.arrivals
-    replay.arrivals = lambda every, *more: [] if every[0].schedule == lost else coming(every, *more)
+    real = replay.arrivals
+    replay.arrivals = lambda plans, *rest: [] if plans[0].schedule == lost else real(plans, *rest)
     device = SimpleNamespace(
         Event=HostEvent,
         synchronize=lambda: None,
@@ -418,21 +418,21 @@ def test_the_bench_of_a_replay(tmp_path: Path, case: Case, mode: str) -> None:
     rows = ranks.run(1, _bench, case, mode, str(tmp_path), fresh=True, timeout=200)[0]
     machine = find("h200-4", None)
     assert machine is not None
-    right = ["gemm", "copies", "ideal", "serial", "growing", "tiled", "growing:pull"]
-    mine = {r["candidate"]: r for r in rows if (r["case"], r["mode"]) == (case.name, mode)}
-    assert [mine[name]["status"] for name in right] == ["ok"] * len(right), mine
-    assert "is " in mine["auto"]["note"]
-    lost = mine.pop("shrinking")
+    measured = ["gemm", "copies", "ideal", "serial", "growing", "tiled", "growing:pull"]
+    by_name = {r["candidate"]: r for r in rows if (r["case"], r["mode"]) == (case.name, mode)}
+    assert [by_name[name]["status"] for name in measured] == ["ok"] * len(measured), by_name
+    assert "is " in by_name["auto"]["note"]
+    lost = by_name.pop("shrinking")
     assert lost["status"] == "failed" and "SignalTimeout" in lost["note"], lost
-    assert all(row["status"] in ("ok", "skipped") for row in mine.values())
-    predicted = {*mine} - {*NAMES, *right}
-    assert predicted, mine.keys()  # two of the three may have names already
-    for row in (mine[name] for name in (*right[3:], *predicted)):
+    assert all(row["status"] in ("ok", "skipped") for row in by_name.values())
+    predicted = {*by_name} - {*NAMES, *measured}
+    assert predicted, by_name.keys()  # two of the three may be named schedules
+    for row in (by_name[name] for name in (*measured[3:], *predicted)):
         assert row["off_us"] > 0 and row["host_us"] > 0 and row["rounds"] == 2
         # No replay ends before its last arrival.
-        assert row["ms_high"] > mine["copies"]["ms"] and 0 < row["share"]
+        assert row["ms_high"] > by_name["copies"]["ms"] and 0 < row["share"]
     last = received_s(case.problem(3), machine, 1)
-    assert mine["copies"]["ms"] == mine["copies"]["ms_high"] == pytest.approx(last * 1e3)
+    assert by_name["copies"]["ms"] == by_name["copies"]["ms_high"] == pytest.approx(last * 1e3)
     about = json.loads((tmp_path / "rows.json").read_text())
     assert "plays rank 1 of 3" in about["note"] and about["ranks"] == 3
     assert "off_us" in (tmp_path / "rows.csv").read_text().splitlines()[0]
@@ -449,14 +449,14 @@ def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
     _played_by_threads(LOST)
     replay.TIMEOUT_S = 0.5
     replay.gpu.get_device_name = lambda device: "NVIDIA H100 80GB HBM3"  # type: ignore[assignment]
-    known, slow = find("h200-4", None), Path(folder) / "slow.yaml"
-    assert known is not None
-    save(replace(known, copies=None), slow)
+    machine, slow = find("h200-4", None), Path(folder) / "slow.yaml"
+    assert machine is not None
+    save(replace(machine, copies=None), slow)
     replayed = replay.Replayed(world=2, rank=1, machine=str(slow))
     with pytest.raises(ValueError, match="'topology' and 'copies'"):
         replay.replayed_watch(replayed, Path(folder) / "none.csv", CPU)
-    save(link(known, latency_us=2000.0), slow)
-    found = []
+    save(link(machine, latency_us=2000.0), slow)
+    recorded = []
     for room, schedules in ((attention, ("serial", LOST, "auto")), (experts, ())):
         settings = harness.BenchSettings(
             subject=room.SUBJECT,
@@ -473,36 +473,36 @@ def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
         assert rows is not None
         text = harness.report(room.SUBJECT, rows, read_description(settings.csv), "name")
         assert "plays rank 1 of 2" in text and "| copies | " in text and "SignalTimeout" in text
-        found += records(rows)
-    return found
+        recorded += records(rows)
+    return recorded
 
 
 def test_the_bench_of_ways_is_replayed(tmp_path: Path) -> None:
-    """No row of a peer is sent, and no collective called: what is left is timed against parts."""
+    """No peer's row is sent and no collective is called; the rest is timed against its parts."""
     rows = ranks.run(1, _ways, str(tmp_path), fresh=True)[0]
     for case, part, stages in (
         ("all_gather_attention", "attention", 1),
         ("ulysses_attention", "attention", 2),
         ("experts", "products", 2),
     ):
-        mine = {row["way"]: row for row in rows if row.get("operator", "experts") == case}
-        lost = mine.pop(LOST)
+        by_way = {row["way"]: row for row in rows if row.get("operator", "experts") == case}
+        lost = by_way.pop(LOST)
         refused = case == "ulysses_attention"
         assert lost["status"] == ("skipped" if refused else "failed"), lost
         assert ("required serial or" if refused else "SignalTimeout") in lost["note"]
-        assert {"copies", part, "serial", "auto", "ideal"} <= mine.keys()
-        assert not any("all-" in way or "collective" in way or "parallel" in way for way in mine)
-        assert {row["status"] for row in mine.values()} == {"ok"}
-        copies, ideal, serial = (mine[name] for name in ("copies", "ideal", "serial"))
+        assert {"copies", part, "serial", "auto", "ideal"} <= by_way.keys()
+        assert not any("all-" in way or "collective" in way or "parallel" in way for way in by_way)
+        assert {row["status"] for row in by_way.values()} == {"ok"}
+        copies, ideal, serial = (by_way[name] for name in ("copies", "ideal", "serial"))
         assert 2.0 * stages < copies["ms"] < 2.0 * stages + 0.1 and serial["speedup"] == 1.0
-        # In every round, of which an odd number has a median: what arrives last does so in all.
-        assert ideal["ms"] == max(copies["ms"], mine[part]["ms"])
-        # The courier learns, and may be early while it does.
+        # The same part is last in every round, so this holds for the median of an odd number.
+        assert ideal["ms"] == max(copies["ms"], by_way[part]["ms"])
+        # The courier may be early while it learns.
         assert serial["ms"] > copies["ms"] / 2 and 0 < serial["share"] < serial["in_turn"]
-        assert mine["auto"]["took"] and not serial["took"]
+        assert by_way["auto"]["took"] and not serial["took"]
     about = json.loads((tmp_path / "experts.json").read_text())
     assert about["ranks"] == 2 and "from GPUs like those of h100-2" in about["note"]
-    # Ranks are joined like 4 H200, and are H100.
+    # The ranks' topology is that of 4 H200, their GPUs are H100.
     joined, devices = find("h200-4", None), find("h100-2", None)
     replayed = find(str(tmp_path / "experts_machine.yaml"), None)
     assert replayed and joined and devices and replayed.topology == joined.topology

@@ -1,4 +1,4 @@
-"""Plans that no operator makes yet are proven, simulated, drawn and exact on the CPU engine."""
+"""Plans that no operator builds yet are proven, simulated, rendered and exact on the CPU engine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ Plans = list[Plan]
 
 @dataclass(frozen=True)
 class Asked(AnyProblem):
-    """What is asked of the ranks, whatever it is."""
+    """A problem with any specification."""
 
     specification: Specification
     world: int = 1
@@ -89,7 +89,7 @@ class Asked(AnyProblem):
 
 
 class Sizes(NamedTuple):
-    """Of ``y = reduce_scatter(relu(all_gather(a) @ b) @ c)``: a [m/W, k], b [k, h], c [h, n]."""
+    """Sizes of ``reduce_scatter(relu(all_gather(a) @ b) @ c)``: a [m/W, k], b [k, h], c [h, n]."""
 
     rows: tuple[int, ...]
     h: int = 8
@@ -99,41 +99,41 @@ class Sizes(NamedTuple):
 
 
 def chained(sizes: Sizes, gathers: str, scatters: str) -> Plans:
-    """The Plans of all ranks. Rows go on to the second product as soon as the first has made them:
-    each block of the result leaves while later rows of A still arrive."""
+    """The Plans of all ranks. The second product takes rows as soon as the first has computed them,
+    so each block of the result leaves while later rows of A still arrive."""
     rows, h, n, k, dtype = sizes
     first = Problem("all_gather_matmul", rows, h, k, dtype)
     second = Problem("matmul_reduce_scatter", rows, n, h, dtype)
-    one, two = first.specification, second.specification
-    (a, b), (active, c) = one.operands, two.operands
+    gather_spec, scatter_spec = first.specification, second.specification
+    (a, b), (active, c) = gather_spec.operands, scatter_spec.operands
     c = c._replace(name="c", holds="C")
-    hidden = one.results[0]._replace(name="hidden", memory="local")
+    hidden = gather_spec.results[0]._replace(name="hidden", memory="local")
     active = active._replace(name="active", holds="H", memory="local")
-    y = two.results[0]._replace(name="y", holds="H @ C")
-    product = Contraction("H", "C", "H @ C", two.contractions[0].summed)
+    y = scatter_spec.results[0]._replace(name="y", holds="H @ C")
+    product = Contraction("H", "C", "H @ C", scatter_spec.contractions[0].summed)
     specification = Specification(
         operands=(a, b, c),
         results=(y,),
-        contractions=(*one.contractions, product),
-        exchanges={"A": one.exchanges["A"], "H @ C": two.exchanges["A @ B"]},
+        contractions=(*gather_spec.contractions, product),
+        exchanges={"A": gather_spec.exchanges["A"], "H @ C": scatter_spec.exchanges["A @ B"]},
         functions={("relu", "A @ B"): "H"},
     )
     problem, words = Asked(specification, len(rows)), WordAllocator(len(rows))
     gathering = GatherWorld(first, Schedule.parse(gathers), words, operands=(a, b, hidden))
     scattering = ScatterWorld(second, Schedule.parse(scatters), words, (active, c, y), suffix=" 2")
-    added, found = [*gathering.buffers, hidden, active, *scattering.buffers], list[Plan]()
+    buffers, plans = [*gathering.buffers, hidden, active, *scattering.buffers], list[Plan]()
     for rank in range(problem.world):
         builder = Builder(problem, rank)
         gather, scatter = GatherStage(gathering, builder), ScatterStage(scattering, builder)
-        made, waiting = set[int](), list(enumerate(scatter.mine.by_group))
+        computed, waiting = set[int](), list(enumerate(scatter.mine.by_group))
         for group in gather.flow():
             for begin, end in gather.completed(group):
-                here = Region("hidden", rank, begin, end, 0, h)
-                relu = Transfer(here, here._replace(buffer="active"), function="relu")
+                rows_in = Region("hidden", rank, begin, end, 0, h)
+                relu = Transfer(rows_in, rows_in._replace(buffer="active"), function="relu")
                 lane = builder.steps[-1].lane if builder.steps else "compute0"
                 builder.add(Step(relu, lane, "relu"))
-                made.update(range(begin, end))
-            ready = [item for item in waiting if made.issuperset(rows_of(scatter, item[1]))]
+                computed.update(range(begin, end))
+            ready = [item for item in waiting if computed.issuperset(rows_of(scatter, item[1]))]
             waiting = [item for item in waiting if item not in ready]
             for number, units in ready:
                 if units:
@@ -142,12 +142,12 @@ def chained(sizes: Sizes, gathers: str, scatters: str) -> Plans:
         scatter.finish()
         if builder.peers:
             builder.retire()
-        found.append(builder.plan(f"{gathers} then {scatters}", added, words))
-    return found
+        plans.append(builder.plan(f"{gathers} then {scatters}", buffers, words))
+    return plans
 
 
 def rows_of(scatter: ScatterStage, units: list[Any]) -> Iterator[int]:
-    """The rows that some units are products of."""
+    """Rows of the units' products."""
     for unit in units:
         for region in scatter.mine.in_operand("active", unit.peer)[unit.ordinal : unit.ordinal + 1]:
             yield from range(region.row, region.row_stop)
@@ -162,7 +162,7 @@ def summed(rows: tuple[int, ...]) -> Problem:
 
 
 def scaled(name: str, k: int = 256, recipe: str = "row", bias: bool = False) -> Plans:
-    """With the rows of A travel their factors."""
+    """Plans that gather the factors of A together with its rows."""
     scaling = Scaling(recipe, "float8_e4m3fn", bias=bias)
     problem = Problem("all_gather_matmul", EQUAL, 16, k, "float8_e4m3fn", scaling=scaling)
     return schedules.plans(problem, Schedule.parse(name))
@@ -173,14 +173,14 @@ def tiled(problem: Problem, name: str = "tiled") -> Plans:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_tiles_wait_for_the_rows_that_a_plan_says(world: int) -> None:
-    """The work of a launch gates and announces the rows that the parts of its step do."""
+def test_tiles_wait_for_the_rows_of_their_plan(world: int) -> None:
+    """A launch's work gates and announces the same rows as the parts of its step."""
     for problem in (gathered(ROWS[world]), summed(ROWS[world])):
-        for plan in (one for name in TILED for one in tiled(replace(problem, n=16), name)):
-            (step,) = (one for one in plan.steps if not one.whole)
+        for plan in (p for name in TILED for p in tiled(replace(problem, n=16), name)):
+            (step,) = (step for step in plan.steps if not step.whole)
             work = work_of(plan, step)
             begins = list(accumulate(work.rows, initial=0))
-            numbers = [row for one in step.products for row in range(*product_rows(plan, one))]
+            numbers = [n for product in step.products for n in range(*product_rows(plan, product))]
             signals, columns = step.gates + step.announces, (*work.gates, *work.announces)
             for signal, spans in zip(signals, columns, strict=True):
                 rows: set[int] = set()
@@ -192,13 +192,13 @@ def test_tiles_wait_for_the_rows_that_a_plan_says(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", ROWS)
-def test_they_are_proven(world: int) -> None:
+def test_chained_plans_are_proven(world: int) -> None:
     for names in CHAINS:
         check(chained(Sizes(ROWS[world]), *names))
 
 
-def test_they_are_simulated_and_drawn() -> None:
-    """A block of the result leaves before the last rows of A are there."""
+def test_chained_plans_are_simulated_and_rendered() -> None:
+    """A block of the result leaves before the last rows of A arrive."""
     plans = chained(Sizes((4096,) * 4, 4096, 4096, 4096), "shard-overlap", "shard-overlap")
     bars = simulate(plans, find("h200-4", None)).ranks[0]
     assert {bar.label for bar in bars} >= {step.label for step in plans[0].steps}
@@ -229,7 +229,7 @@ def gated(step: Step) -> bool:
 
 
 def factor(**fields: Any) -> Callable[[Any], Any]:
-    """The factors, those of A with other fields."""
+    """Edit that changes fields of A's factors."""
     return lambda factors: (factors[0]._replace(**fields), factors[1])
 
 
@@ -240,7 +240,7 @@ def copy_instead(steps: list[Step]) -> None:
 
 
 COLUMNS = "uniform-fused-2d:pieces=2"
-#: Plans of four ranks, on which edits break them.
+#: Plans of four ranks, which the edits below break.
 PLANS: dict[str, Callable[[], Plans]] = {
     "chain": lambda: chained(Sizes(EQUAL), "hetero-unfused-1d:pieces=2", "shard-overlap"),
     "scales": lambda: scaled("hetero-unfused-1d:pieces=2", 32),
@@ -253,7 +253,7 @@ PLANS: dict[str, Callable[[], Plans]] = {
 BUFFERS, BETWEEN = "multiplies in the wrong buffers", "between the wrong buffers"
 EARLY, UNWRITTEN, UNFIT = "before it is written", "nobody has written", "do not fit"
 UNSCALED, UNBIASED = "is not scaled as asked for", "does not add the bias once"
-#: Of these Plans: what is wrong, how, and what the proof says.
+#: Faults of these Plans by name: the edit, and a part of the proof's error.
 BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
     "chain": {
         "b in place of c": (change(multiplies_c, b={"buffer": "b"}), f"{BUFFERS}|leaves"),
@@ -262,15 +262,15 @@ BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
     "scales": {
         "none": (change(multiplies, factors=()), UNSCALED),
         "not sent": (idle("scale"), f"never waited|{UNWRITTEN}|holds"),
-        "of columns that are not there": (
+        "of missing columns": (
             change(multiplies, factors=lambda both: (both[0], down(1)(both[1]))),
             UNFIT,
         ),
-        "rows of b that are not there": (
+        "missing rows of b": (
             change(awaits_data, b=in_rows(0, 33), a={"col_stop": 33}),
             "leaves the buffer",
         ),
-        "sums of what was rounded": (change(awaits_data, accumulate=True), "has been rounded"),
+        "sums of rounded values": (change(awaits_data, accumulate=True), "has been rounded"),
         "a bias": (change(multiplies, bias=Region("b", 1, 0, 1, 0, 16)), UNBIASED),
     },
     "one factor": {
@@ -293,25 +293,25 @@ BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
 }
 
 
-@pytest.mark.parametrize(("of", "what"), [(of, what) for of in BROKEN for what in BROKEN[of]])
-def test_broken_plans_are_caught(of: str, what: str) -> None:
-    plans, (edit, words) = PLANS[of](), BROKEN[of][what]
+@pytest.mark.parametrize(("kind", "fault"), [(one, name) for one in BROKEN for name in BROKEN[one]])
+def test_broken_plans_are_caught(kind: str, fault: str) -> None:
+    plans, (edit, words) = PLANS[kind](), BROKEN[kind][fault]
     check(plans)
-    for rank in (1,) if of not in ("chain", "gates") else (0, 3):
+    for rank in (1,) if kind not in ("chain", "gates") else (0, 3):
         refused(edited(plans, rank, edit), words)
 
 
 @pytest.mark.parametrize("name", ["tiled:pieces=2", "tiled:pieces=2,pull"])
 def test_wrong_announcements_are_caught(name: str) -> None:
-    """Two signals are about each other's rows, or a copy does not wait for that of its rows."""
+    """Two signals announce each other's rows, or a copy does not wait for its rows' signal."""
     plans = tiled(summed(EQUAL), name)
     (product,) = (step for step in plans[1].steps if not step.whole)
     one, two, *_ = product.announces
     other = {one: two, two: one}
 
     def swapped(signal: Signal) -> Signal:
-        told = other.get(signal, signal)
-        return signal._replace(first=told.first, last=told.last)
+        announced = other.get(signal, signal)
+        return signal._replace(first=announced.first, last=announced.last)
 
     check(plans)
     refused(mapped(plans, swapped), EARLY)
@@ -320,29 +320,29 @@ def test_wrong_announcements_are_caught(name: str) -> None:
         refused(edited(plans, 1, early), EARLY)
 
 
-# A Plan of one rank, of which the last four of six rows stay and are then the first four.
+# A Plan of one rank: the last four of six rows stay, and become the first four.
 
 
 @pytest.mark.parametrize(("first", "words"), [(2, ""), (0, "another block")])
-def test_rows_of_b_have_the_numbers_with_which_they_land(first: int, words: str) -> None:
-    a, b = (Buffer(one, one.upper(), "float32", ((4, 4),), "operand") for one in "ab")
+def test_rows_of_b_are_numbered_by_their_destination(first: int, words: str) -> None:
+    a, b = (Buffer(x, x.upper(), "float32", ((4, 4),), "operand") for x in "ab")
     b = b._replace(shapes=((6, 3),), leaves=True)
     out = Buffer("out", "C", "float32", ((4, 3),), "result")
     last = Exchange(lambda src, dst: 4, lambda src, dst: 2, lambda src, dst: 0)
-    asked = Specification((a, b), (out,), (Contraction(*"ABC", (4,)),), {"B": last})
+    specification = Specification((a, b), (out,), (Contraction(*"ABC", (4,)),), {"B": last})
     rows = Region("a", 0, 0, 4, 0, 4), Region("b", 0, first, first + 4, 0, 3)
     step = Step(Products((Product(*rows, Region("out", 0, 0, 4, 0, 3)),)), "compute0", "")
-    plans = [Plan(Asked(asked), "by hand", 0, (step,), (a, b, out), 0)]
+    plans = [Plan(Asked(specification), "by hand", 0, (step,), (a, b, out), 0)]
     if words:
         refused(plans, words)
     else:
         check(plans)
 
 
-# What readers of Plans refuse.
+# Errors of the readers of Plans.
 
 NOTHING = dict.fromkeys(("engine", "post", "wait", "copy", "products", "accumulate"), "")
-#: An engine that offers nothing beyond the steps that all engines know.
+#: An engine with only the steps that all engines support.
 GPU: Any = SimpleNamespace(
     name="gpu",
     capabilities=lambda: Capabilities(**NOTHING, movers=("dma",), capture=False),
@@ -357,15 +357,15 @@ def test_parts_of_batches_are_refused_by_name() -> None:
         in_parts(plan)
 
 
-def test_what_a_reader_of_plans_does_not_know_is_refused_by_name() -> None:
+def test_readers_of_plans_refuse_unknown_steps_by_name() -> None:
     (plan, *_) = tiled(gathered((16,)), "shard-overlap")
     divine: Any = type("Divine", (), {})()
     strange = replace(plan, steps=(Step(divine, "compute0", "new"),))
     machine = find("h200-4", None)
     readers: dict[str, Callable[[Plan], object]] = {
         "render": render,
-        "the simulator": lambda one: simulate([one], machine),
-        "the gpu engine": lambda one: compile(one, GPU, None),
+        "the simulator": lambda plan: simulate([plan], machine),
+        "the gpu engine": lambda plan: compile(plan, GPU, None),
     }
     for name, read in readers.items():
         words = f"{name} does not know the operation 'divine' of step 'new' on compute0"
@@ -395,34 +395,34 @@ def integers(seed: int, *shape: int) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=generator).double()
 
 
-def on_cpu(made: Any, plan: Plan, slot: Any, operands: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The result of a call, in float64; its buffers hold nonsense at first."""
-    tensors = {name: one.float() for name, one in operands.items()}
+def on_cpu(cpu: Any, plan: Plan, slot: Any, operands: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The result of a call, in float64; its buffers hold NaN at first."""
+    tensors = {name: operand.float() for name, operand in operands.items()}
     for buffer in plan.buffers:
         if buffer.memory in ("result", "local"):
             dtype, shape = getattr(torch, buffer.dtype), plan.shape(buffer.name)
             tensors[buffer.name] = torch.full(shape, float("nan"), dtype=dtype)
-    made.execute(compile(plan, made, slot), Call(tensors))
+    cpu.execute(compile(plan, cpu, slot), Call(tensors))
     (result,) = [buffer.name for buffer in plan.buffers if buffer.memory == "result"]
     return tensors[result].double()
 
 
 def exact(at: Rank, rows: tuple[int, ...]) -> None:
-    m, mine = sum(rows), slice(sum(rows[: at.rank]), sum(rows[: at.rank + 1]))
+    m, own_rows = sum(rows), slice(sum(rows[: at.rank]), sum(rows[: at.rank + 1]))
     plans = [chained(Sizes(rows, dtype="float32"), *names)[at.rank] for names in CHAINS]
-    with engine() as made:
-        slot = slot_for(made, plans)
+    with engine() as cpu:
+        slot = slot_for(cpu, plans)
         for turn, plan in enumerate(plans):
             a = integers(turn, m, 16)
             b = [integers(100 * turn + 10 * rank + 1, 16, 8) for rank in range(at.world)]
             c = [integers(100 * turn + 10 * rank + 2, 8, 12) for rank in range(at.world)]
-            wanted = sum(torch.relu(a @ x) @ y for x, y in zip(b, c, strict=True))
-            out = on_cpu(made, plan, slot, {"a": a[mine], "b": b[at.rank], "c": c[at.rank]})
-            assert torch.equal(out, wanted[mine]), plan.schedule
+            expected = sum(torch.relu(a @ x) @ y for x, y in zip(b, c, strict=True))
+            out = on_cpu(cpu, plan, slot, {"a": a[own_rows], "b": b[at.rank], "c": c[at.rank]})
+            assert torch.equal(out, expected[own_rows]), plan.schedule
         if slot.words:
-            at_rest(made, slot)
+            at_rest(cpu, slot)
 
 
 @ranks(1, 2, 3)
-def test_they_are_exact(world: int) -> None:
+def test_chained_plans_are_exact(world: int) -> None:
     run(world, exact, ROWS[world])

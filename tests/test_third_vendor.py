@@ -1,9 +1,8 @@
 """Calls in turns, of several groups and out of step, on a third vendor's driver
-(``thread_driver.py``), with tests of other modules. What each operator promises there is in
-``tests/contract``.
+(``thread_driver.py``), with tests of other modules. ``tests/contract`` tests each operator there.
 
-It is the GPU engine as CUDA has it: calls are watched by events, words lie in the slot, and
-launches carry out the signals around them. What a vendor adds is one file and a row in ``ENGINES``.
+The GPU engine runs as on CUDA: the watchdog uses events, words are in the slot, and launches carry
+out the signals before and after them. A new vendor is one file and a row in ``ENGINES``.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from ficco.runtime.workspace import workspaces
 
 def _on_threads(fn: Callable[..., Any], at: Rank, *args: Any) -> Any:
     thread_driver.serve()
-    ficco.dma.cpu.CpuEngine = None  # nobody else serves a call
+    ficco.dma.cpu.CpuEngine = None  # no other engine can serve a call
     ficco.set_options(engine="threads", on_timeout="raise", timeout_s=20)
     return fn(at, *args)
 
@@ -53,7 +52,7 @@ def device() -> Iterator[str]:
 def test_one_warning_where_no_file_describes_so_many_ranks(at: Rank) -> None:
     errors._warned.clear()
     group = dist.new_group(list(range(at.world)))
-    with warnings.catch_warnings(record=True) as seen:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for n in (8, 16, 16):
             ficco.all_gather_matmul(torch.ones(4, 8), torch.ones(8, n), group=group)
@@ -62,7 +61,7 @@ def test_one_warning_where_no_file_describes_so_many_ranks(at: Rank) -> None:
         "schedule='auto' takes serial:collective: machine cpu describes 4 ranks, not 3; "
         "`ficco tune` measures this machine"
     )
-    assert [str(one.message) for one in seen] == [text] * (at.rank == 0)
+    assert [str(warning.message) for warning in warned] == [text] * (at.rank == 0)
 
 
 @on_ranks(3)
@@ -78,14 +77,14 @@ def test_signals_by_copies(at: Rank) -> None:
 
 @on_ranks(3)
 def test_ranks_with_and_without_the_launch_of_a_two_shot_meet(at: Rank) -> None:
-    """All ranks launch it, then all but one; without rows, or if a row is cut, none. Nothing but
-    the product is beside the launch."""
+    """All ranks use the launch, then all but one, then those with rows, then none. A call with the
+    launch enqueues only the product and the launch."""
     kernels, blocks, counts = thread_driver.ThreadKernels, list[int](), set[tuple[int, int]]()
-    right, prepared = kernels.two_shot, thread_driver.ThreadEngine._run
+    original, prepared = kernels.two_shot, thread_driver.ThreadEngine._run
 
-    def counted(self: Any, *given: Any) -> None:
-        blocks.append(given[4])
-        right(self, *given)
+    def counted(self: Any, *arguments: Any) -> None:
+        blocks.append(arguments[4])
+        original(self, *arguments)
 
     def prepare(self: Any, program: Any) -> Any:
         run = prepared(self, program)
@@ -102,12 +101,12 @@ def test_ranks_with_and_without_the_launch_of_a_two_shot_meet(at: Rank) -> None:
             counts.clear()
             for call in range(6):
                 each = [integers(5, call, rank, 0, shape=(rows, 8)).float() for rank in range(3)]
-                right_b = [integers(5, call, rank, 1, shape=(8, n)).float() for rank in range(3)]
-                found = ficco.matmul_all_reduce(
-                    each[at.rank], right_b[at.rank], schedule="two-shot"
+                weights = [integers(5, call, rank, 1, shape=(8, n)).float() for rank in range(3)]
+                result = ficco.matmul_all_reduce(
+                    each[at.rank], weights[at.rank], schedule="two-shot"
                 )
-                wanted = sum(a @ b for a, b in zip(each, right_b, strict=True))
-                assert torch.equal(found, wanted), (most, rows, n, call)
+                expected = sum(a @ b for a, b in zip(each, weights, strict=True))
+                assert torch.equal(result, expected), (most, rows, n, call)
             sums = at.rank < rows and n % 4 == 0 and (most > 1 or at.rank != 1)
             assert {*blocks} == ({2 * -(-rows // 3)} if sums else set()), (most, rows, n)
             assert (counts == {(2, 0)}) == bool(sums), counts
@@ -127,7 +126,7 @@ def test_a_two_shot_by_columns_stores_contiguous_rows(at: Rank) -> None:
 
 @on_ranks(3)
 def test_blocks_of_the_caller(at: Rank) -> None:
-    """The caller polls the words, as its kernels would."""
+    """The caller polls the words in place of its kernels."""
     case = equal(3, 16, 16, 8)
     words: set[int] = set()
     for iteration in range(12):
@@ -135,25 +134,25 @@ def test_blocks_of_the_caller(at: Rank) -> None:
             exact(at, case.on(schedule="growing"), 100 + iteration)
         shard = shard_of(case, at.rank, iteration, at.device)
         if iteration > 5 and at.rank == iteration % 4:
-            time.sleep(0.1)  # the others are through with the block before it sends anything
+            time.sleep(0.1)  # the others finish the block before this rank sends
         with ficco.arriving(shard, pieces=2, pull=iteration % 4 > 1) as rows:
             words.add(rows.words.data_ptr())
             end = time.monotonic() + 10
             while iteration % 3 and not rows.words.all() and time.monotonic() < end:
                 time.sleep(1e-4)
-            if iteration % 3:  # otherwise nobody waits for any word before the end
+            if iteration % 3:  # otherwise no word is waited for before the end
                 for piece in range(len(rows.pieces)):
                     rows.wait(piece)
                 whole = gathered_a(case, iteration, at.device)
-                for first, last, _ in rows.pieces:  # what brings the own rows is on a queue
+                for first, last, _ in rows.pieces:  # the copy of the own rows is queued
                     assert torch.equal(rows.buffer[first:last], whole[first:last])
             at_rest = rows.words
         ficco.synchronize()
         at.barrier()
         assert not at_rest.any()
-    assert len(words) > 1  # calls take two slots by turns
+    assert len(words) > 1  # calls alternate between two slots
 
 
 def test_mismatch_when_warm() -> None:
-    found = ranks.run(3, test_faults._mismatch, MISMATCHES["rows"], 2, "warm", (None, None))
-    test_faults.assert_mismatch(found, 2)
+    outcomes = ranks.run(3, test_faults._mismatch, MISMATCHES["rows"], 2, "warm", (None, None))
+    test_faults.assert_mismatch(outcomes, 2)

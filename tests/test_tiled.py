@@ -1,4 +1,4 @@
-"""What is predicted and decided of one product whose tiles wait for pieces, or announce rows."""
+"""Predictions and decisions for one product whose tiles wait for pieces, or announce rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RATES = replace(H100, slowdown=0.0)
 
 @cache
 def fitted() -> Gemm:
-    """What `ficco tune` would write of a card with these rates."""
+    """Fit of `ficco tune` for a card with these rates."""
     samples = [
         Sample(
             *(s.m, s.n, s.k, 1, 2, False),
@@ -45,38 +45,38 @@ def fitted() -> Gemm:
         for s in GPU.gemms[::2]
         if s.batch == 1 and not s.wide and not (s.n % 8 or s.k % 8)
     ]
-    found = fit(samples, units=PROCESSORS, tiles=TILES, peak=989e12)
-    assert errors(found, samples).median < 0.03 and errors(found, samples).mean < 0.05
-    return found
+    gemm = fit(samples, units=PROCESSORS, tiles=TILES, peak=989e12)
+    assert errors(gemm, samples).median < 0.03 and errors(gemm, samples).mean < 0.05
+    return gemm
 
 
 def machine(tiled: Gemm | None = None, **copies: float) -> Machine:
-    """Four H200 on which nothing slows another thing down."""
-    known = find("h200-4", None)
-    assert known is not None and known.gemm and known.contention and known.copies
-    contention = replace(known.contention, gemm_under_copies=1.0, copies_under_gemm=1.0)
+    """Four H200 without contention between products and copies."""
+    h200 = find("h200-4", None)
+    assert h200 is not None and h200.gemm and h200.contention and h200.copies
+    contention = replace(h200.contention, gemm_under_copies=1.0, copies_under_gemm=1.0)
     return replace(
-        known,
+        h200,
         tiled=tiled or fitted(),
-        gemm=replace(known.gemm, burst=inf),
+        gemm=replace(h200.gemm, burst=inf),
         contention=contention,
-        copies=replace(known.copies, **copies),
+        copies=replace(h200.copies, **copies),
     )
 
 
 def ran(problem: Problem, name: str, on: Machine) -> tuple[Plan, Step, Simulation, float]:
-    """The plan of rank 0, its product, the simulation, and when the product ends."""
-    every = plans(problem, Schedule.parse(name))
-    (product,) = (step for step in every[0].steps if not step.whole)
-    simulation = Simulation(every, on, "queued")
+    """The plan of rank 0, its product, the simulation, and the end of the product in seconds."""
+    all_plans = plans(problem, Schedule.parse(name))
+    (product,) = (step for step in all_plans[0].steps if not step.whole)
+    simulation = Simulation(all_plans, on, "queued")
     ends = [stop for step, _, stop in simulation.run()[0] if step.op == "matmul"]
-    return every[0], product, simulation, max(ends)
+    return all_plans[0], product, simulation, max(ends)
 
 
 @pytest.mark.parametrize("operator", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_products_take_as_long_as_their_lists_say(operator: str) -> None:
-    """Fifteen shapes: 2 % in the median, where the gates open when the simulator says. The others
-    take less than 150 us, and more of that for what cuts cost."""
+    """Fifteen shapes; gates open at simulated times. The median error is 2 %. Shapes with larger
+    errors take less than 150 us, so that the cost of cuts is a larger share."""
     off = []
     for number, case in enumerate(SETS["waiting"]()):
         name = "tiled:pieces=2" if number % 2 else "tiled"
@@ -85,10 +85,10 @@ def test_products_take_as_long_as_their_lists_say(operator: str) -> None:
         work = replace(work_of(plan, step), opens=opens)
         off.append(end / best(work, RATES, PROCESSORS, True).seconds - 1)
     assert median(map(abs, off)) < 0.03, off
-    assert sum(abs(one) < 0.1 for one in off) >= 12 and max(map(abs, off)) < 0.25, off
+    assert sum(abs(error) < 0.1 for error in off) >= 12 and max(map(abs, off)) < 0.25, off
 
 
-#: Tiles of 128 x 256 take 100 us, all else nothing.
+#: Tiles of 128 x 256 take 100 us; all other costs are zero.
 SIMPLE = Gemm(
     peak=2 * 128 * 256 * 4096 * 132 / 100e-6,
     units=132,
@@ -106,13 +106,13 @@ def test_rows_are_announced_after_whole_waves() -> None:
     """66 tiles in a row: a wave is two rows of tiles, and a piece is one. The own rows are last."""
     problem = problem_of_sizes("matmul_reduce_scatter", 2048, 66 * 256, 4096, "bfloat16", 4)
     _, step, simulation, end = ran(problem, "tiled:pieces=4", machine(SIMPLE))
-    told = [simulation.known[one.waiter, one.word] * 1e6 for one in step.announces]
-    assert told == pytest.approx([*(100.0 * (1 + number // 2) for number in range(12)), 800.0])
+    announced = [simulation.known[s.waiter, s.word] * 1e6 for s in step.announces]
+    assert announced == pytest.approx([*(100.0 * (1 + number // 2) for number in range(12)), 800.0])
     assert end == pytest.approx(800e-6)
 
 
-def test_rows_that_come_late_take_a_product_of_their_own() -> None:
-    """At best: processors that have nothing else cannot do more than their tiles."""
+def test_late_rows_take_a_separate_product() -> None:
+    """A lower bound: idle processors cannot do more than their own tiles."""
     problem = problem_of_sizes("all_gather_matmul", 2048, 256, 4096, "bfloat16", 4)
     _, step, simulation, end = ran(problem, "tiled", machine(SIMPLE))
     last = max(simulation.known[gate.waiter, gate.word] for gate in step.gates)
@@ -135,15 +135,15 @@ def of(name: str, seconds: float) -> Prediction:
     ("name", "pieces"), [("tiled", 1), ("tiled:pieces=2,tail=2", 2), ("tiled:pieces=1+3+1", 3)]
 )
 def test_few_rows_for_a_peer_are_left_to_the_library(name: str, pieces: int) -> None:
-    """For each of its pieces, where these arrive."""
+    """Where rows arrive, the least number of rows counts for each piece."""
     for operator, least in (("all_gather_matmul", pieces), ("matmul_all_to_all", 1)):
         for rows, world in itertools.product((least * TILED_ROWS - 1, least * TILED_ROWS), (1, 4)):
             problem = problem_of_sizes(operator, rows * world, 1024, 1024, "bfloat16", world)
-            taken = predictable(Schedule.parse(name), problem, machine())
-            assert taken == (rows == least * TILED_ROWS)
+            served = predictable(Schedule.parse(name), problem, machine())
+            assert served == (rows == least * TILED_ROWS)
 
 
-def test_it_is_taken_where_it_gains_a_margin() -> None:
+def test_auto_takes_tiled_where_it_gains_a_margin() -> None:
     enough = 1.0 / (1 + TIE + TILED_MARGIN + 1e-6)
     for tiled, taken in ((enough, "tiled"), (0.98, "growing"), (1.0, "growing")):
         predicted = [of("serial", 2.0), of("growing", 1.0), of("tiled", tiled)]
@@ -156,20 +156,20 @@ def test_the_reason_says_what_its_tiles_do(operator: str) -> None:
     sizes = (8192, 4096, 7168) if kind.scatters else (8192, 7168, 4096)
     problem = problem_of_sizes(operator, *sizes, "bfloat16", 4)
     fast = machine(replace(fitted(), efficiency=1.0, start=2e-6))
-    found = decide(problem, machine=fast)
+    decision = decide(problem, machine=fast)
     if kind.inner:  # products that add up are left to other schedules
-        assert found.source == "model" and found.candidates
-        assert not any(one.schedule.startswith("tiled") for one in found.candidates)
+        assert decision.source == "model" and decision.candidates
+        assert not any(one.schedule.startswith("tiled") for one in decision.candidates)
         return
     does = "announce what is done" if kind.scatters else "wait for what arrives"
-    assert found.schedule.grouping == "tiled", found
-    assert f"one product whose tiles {does}, predicted to take" in found.reason
+    assert decision.schedule.grouping == "tiled", decision
+    assert f"one product whose tiles {does}, predicted to take" in decision.reason
     library = decide(problem, machine=fast, offers=("dma",)).schedule
-    assert f"times as fast as products of the library ({library})" in found.reason
+    assert f"times as fast as products of the library ({library})" in decision.reason
 
 
-def test_what_the_engine_refuses_is_passed_over() -> None:
-    """As for a tuned entry of another card, or with more pieces than a launch can wait for."""
+def test_schedules_that_the_engine_refuses_are_skipped() -> None:
+    """For example a tuned entry of another card, or more pieces than a launch can wait for."""
     problem = problem_of_sizes("all_gather_matmul", 8192, 3584, 4096, "bfloat16", 4)
     decision = decide(problem, machine=machine())
     assert decision.schedule.grouping == "tiled"

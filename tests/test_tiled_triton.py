@@ -1,5 +1,5 @@
-"""The tiled product's Triton kernel without a GPU: exact in Triton's interpreter, and the
-instructions that Triton makes of it."""
+"""The tiled product's Triton kernel without a GPU: exact results in Triton's interpreter, and the
+instructions of the compiled kernel."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def triton_is_here() -> None:
 
 @pytest.fixture
 def turns() -> Iterator[None]:
-    """The interpreter hands the lock to threads that open gates more often than every 5 ms."""
+    """Switch threads more often than every 5 ms, so that those that open gates get the lock."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     yield
@@ -63,8 +63,8 @@ LIMIT_S = 4.0
 
 
 class Call:
-    """Integer-valued operands of one work list, with NaN around them and in the results, its words
-    and its launch. Integers make the products exact in any order."""
+    """Operands, results, words and launch of one work list. Operands are integers, so that products
+    are exact in any order. NaN surrounds operands and fills results."""
 
     def __init__(
         self,
@@ -97,14 +97,14 @@ class Call:
             torch.cuda.synchronize()
 
     def room(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A matrix of NaN inside of a larger one."""
+        """A matrix of NaN inside a larger one."""
         dtype = dtype or self.dtype
-        around, beside = (2, self.padding * 2 // dtype.itemsize) if self.padding else (0, 0)
-        whole = torch.full((rows + around, columns + beside), torch.nan, device=self.device)
-        return whole.to(dtype)[around // 2 :][:rows, :columns]
+        extra, right = (2, self.padding * 2 // dtype.itemsize) if self.padding else (0, 0)
+        whole = torch.full((rows + extra, columns + right), torch.nan, device=self.device)
+        return whole.to(dtype)[extra // 2 :][:rows, :columns]
 
     def fill(self, seed: int) -> None:
-        """Sets operands; results are NaN, gates and announcements at rest."""
+        """Set the operands, fill results with NaN, and clear gates and announcements."""
         numbers = torch.Generator(self.device).manual_seed(seed)
         for tensor, low, high in (*((t, -2, 3) for t in self.a), (self.b, -1, 2)):
             where = {"device": self.device, "generator": numbers}
@@ -128,21 +128,21 @@ class Call:
         stream = torch.cuda.current_stream().cuda_stream if self.device == "cuda" else None
         return self.prepared.launch(self.a, self.b, self.out, stream, self.scales)
 
-    def verify(self, what: object = "", late: int = 0) -> None:
+    def verify(self, about: object = "", late: int = 0) -> None:
         self.settle()
-        assert int(self.words[-1]) == late, f"{what}: late is {self.words[-1]}"
+        assert int(self.words[-1]) == late, f"{about}: late is {self.words[-1]}"
         for product, (out, exact) in enumerate(zip(self.out, self.exact, strict=True)):
             wrong = (out != exact).nonzero()
             first = wrong[0].tolist() if len(wrong) else []
             assert not first, (
-                f"{what}: product {product}, {len(wrong)} of {out.numel()} wrong, first {first}: "
+                f"{about}: product {product}, {len(wrong)} of {out.numel()} wrong, first {first}: "
                 f"{out[tuple(first)].item()}, right is {exact[tuple(first)].item()}"
             )
             if self.padding:
                 buffer = out._base
                 assert buffer is not None
-                assert int((~buffer.isnan()).sum()) == out.numel(), f"{what}: written around C"
-        assert not self.prepared.counters.any(), f"{what}: counters are not at rest"
+                assert int((~buffer.isnan()).sum()) == out.numel(), f"{about}: written around C"
+        assert not self.prepared.counters.any(), f"{about}: counters are not at rest"
 
 
 def interpreted(
@@ -153,7 +153,7 @@ def interpreted(
     return call
 
 
-def made(work: Work, cut: Cut, clusters: int, tiling: Tiling = SMALL) -> TileList:
+def tiles_of(work: Work, cut: Cut, clusters: int, tiling: Tiling = SMALL) -> TileList:
     return parts_first(listed(work, tiling, cut, clusters, COSTS))
 
 
@@ -168,7 +168,7 @@ def test_products_are_exact(dtype: str, b_rows: bool) -> None:
         ((33,), 40, 1024, Cut.END, 6),
         ((31,), 40, 1992, Cut.END, 5),
     ):
-        call = interpreted(made(Work(rows, n, k), cut, clusters), DTYPES[dtype], b_rows)
+        call = interpreted(tiles_of(Work(rows, n, k), cut, clusters), DTYPES[dtype], b_rows)
         for _ in range(2):
             call.launch()
             call.verify()
@@ -177,8 +177,8 @@ def test_products_are_exact(dtype: str, b_rows: bool) -> None:
 
 
 def test_a_launch_is_enqueued_again() -> None:
-    """For the same operands, without their check; it keeps its lists."""
-    call = interpreted(made(Work((33,), 40, 1024), Cut.END, 6))
+    """The repeated launch has the same operands, skips their check and keeps its lists."""
+    call = interpreted(tiles_of(Work((33,), 40, 1024), Cut.END, 6))
     again = call.launch()
     assert again is not None
     call.a[0].fill_(2)
@@ -189,7 +189,7 @@ def test_a_launch_is_enqueued_again() -> None:
 
 
 @contextmanager
-def beside(work: Callable[[], None]) -> Iterator[None]:
+def in_thread(work: Callable[[], None]) -> Iterator[None]:
     thread = threading.Thread(target=work)
     thread.start()
     yield
@@ -203,8 +203,8 @@ def test_tiles_wait_for_their_rows(
     """Rows are NaN until another thread writes them and opens their gate, in random order."""
     rng = random.Random(cut.name)
     work = Work(rows, 40, 1024, spans(rng, rows, count))
-    call = interpreted(made(work, cut, 6))
-    given = [a.clone() for a in call.a]
+    call = interpreted(tiles_of(work, cut, 6))
+    operands = [a.clone() for a in call.a]
     for product, first, last in (span for gate in work.gates for span in gate):
         call.a[product][first:last] = torch.nan
 
@@ -212,10 +212,10 @@ def test_tiles_wait_for_their_rows(
         for gate in rng.sample(range(len(work.gates)), len(work.gates)):
             time.sleep(0.002)
             for product, first, last in work.gates[gate]:
-                call.a[product][first:last] = given[product][first:last]
+                call.a[product][first:last] = operands[product][first:last]
             call.words[gate] = 1
 
-    with beside(arrive):
+    with in_thread(arrive):
         call.launch()
     call.verify()
 
@@ -223,8 +223,8 @@ def test_tiles_wait_for_their_rows(
 @pytest.mark.parametrize(("rows", "cut"), [((100,), Cut.NONE), ((65, 33), Cut.END)])
 def test_announced_rows_are_stored(rows: tuple[int, ...], cut: Cut, turns: None) -> None:
     work = Work(rows, 40, 1024, (), spans(random.Random(2), rows, 5))
-    call = interpreted(made(work, cut, 6))
-    early, wanted = list[int](), call.exact
+    call = interpreted(tiles_of(work, cut, 6))
+    early, expected = list[int](), call.exact
 
     def watch() -> None:
         left = set(range(len(work.announces)))
@@ -233,12 +233,12 @@ def test_announced_rows_are_stored(rows: tuple[int, ...], cut: Cut, turns: None)
             for index in [index for index in left if call.words[index]]:
                 left.remove(index)
                 for product, first, last in work.announces[index]:
-                    stored, exact = (some[product][first:last] for some in (call.out, wanted))
+                    stored, exact = (out[product][first:last] for out in (call.out, expected))
                     if not torch.equal(stored, exact):
                         early.append(index)
         early.extend(left)
 
-    with beside(watch):
+    with in_thread(watch):
         call.launch()
     call.verify()
     assert not early
@@ -246,7 +246,7 @@ def test_announced_rows_are_stored(rows: tuple[int, ...], cut: Cut, turns: None)
 
 def test_a_gate_that_never_opens() -> None:
     gates = tuple((RowSpan(0, first, first + 32),) for first in range(0, 96, 32))
-    call = interpreted(made(Work((96,), 40, 64, gates), Cut.NONE, 2), limit_s=100 * POLL_S)
+    call = interpreted(tiles_of(Work((96,), 40, 64, gates), Cut.NONE, 2), limit_s=100 * POLL_S)
     call.words[:2] = 1
     call.launch()
     call.verify(late=3)
@@ -255,9 +255,9 @@ def test_a_gate_that_never_opens() -> None:
     call.verify()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # what nobody wrote is added
+@pytest.mark.filterwarnings("ignore:invalid value")  # unwritten parts are added
 def test_parts_that_never_come() -> None:
-    tiles = made(Work((32,), 32, 2048), Cut.END, 3)
+    tiles = tiles_of(Work((32,), 32, 2048), Cut.END, 3)
     owners_first = replace(tiles, items=np.ascontiguousarray(tiles.items[:, ::-1]))
     call = interpreted(owners_first, limit_s=10 * POLL_S)
     call.launch()
@@ -265,8 +265,8 @@ def test_parts_that_never_come() -> None:
 
 
 def test_parts_are_added_in_one_order() -> None:
-    """Whatever order they come in, with values whose sums are rounded."""
-    tiles = made(Work((31,), 40, 1992), Cut.END, 7)
+    """The sum does not depend on the order of arrival; the values round."""
+    tiles = tiles_of(Work((31,), 40, 1992), Cut.END, 7)
     owns = (tiles.items[:, :, 7] > 0).any(0)
     results = []
     for seed in range(3):
@@ -281,19 +281,19 @@ def test_parts_are_added_in_one_order() -> None:
     assert tiles.slots == 4 and all(torch.equal(results[0], other) for other in results)
 
 
-def test_operands_that_cannot_be_addressed() -> None:
+def test_unaligned_operands_are_copied_or_refused() -> None:
     """Rows that begin between multiples of 16 bytes are copied, or refused if they wait."""
-    call = interpreted(made(Work((33,), 40, 72), Cut.NONE, 2))
+    call = interpreted(tiles_of(Work((33,), 40, 72), Cut.NONE, 2))
     call.a = [torch.empty(33, 75, dtype=call.dtype)[:, 1:73].copy_(call.a[0])]
-    assert call.launch() is None  # what enqueues it again would read the copy
+    assert call.launch() is None  # a repeated launch would read the copy
     call.verify()
-    gated = interpreted(made(Work((33,), 40, 72, ((RowSpan(0, 0, 1),),)), Cut.NONE, 2))
+    gated = interpreted(tiles_of(Work((33,), 40, 72, ((RowSpan(0, 0, 1),),)), Cut.NONE, 2))
     gated.a = call.a
     with pytest.raises(ValueError, match="multiples of 16"):
         gated.launch()
 
 
-def test_what_is_not_served() -> None:
+def test_unserved_products_have_a_reason() -> None:
     products = HostProducts()
     assert products.serves(TileTypes.of(torch.bfloat16), MOST_PRODUCTS, 8, 8) == ""
     assert "bfloat16 or float16" in products.serves(TileTypes.of(torch.float32), 1, 8, 8)
@@ -301,7 +301,7 @@ def test_what_is_not_served() -> None:
     assert "multiples of 8" in products.serves(TileTypes.of(torch.float16), 1, 12, 8)
 
 
-def test_who_lacks_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lacking(Target("hip", "gfx942:sramecc+:xnack-")) == ""
     assert "needs gfx942 (MI300X), not gfx90a" in lacking(Target("hip", "gfx90a"))
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -309,27 +309,27 @@ def test_who_lacks_what(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs Triton, which is not installed" in lacking(Target("hip", "gfx942"))
 
 
-# What Triton makes of it.
+# The compiled kernel.
 
 
 class Code:
-    """The kernel in AMD's assembly language, without comments and debug lines, and what it was made
-    from, where blocks are in the order of the source."""
+    """The kernel in AMD's assembly language, without comments and debug lines, and ``before``: its
+    intermediate code, with blocks in the order of the source."""
 
-    def __init__(self, made: Any) -> None:
-        self.text, self.before = made.asm["amdgcn"], made.asm["ttgir"].splitlines()
+    def __init__(self, kernel: Any) -> None:
+        self.text, self.before = kernel.asm["amdgcn"], kernel.asm["ttgir"].splitlines()
         lines = (re.sub(r"\s+", " ", line.split(";")[0]).strip() for line in self.text.splitlines())
         self.lines = [line for line in lines if line and not line.startswith((".loc", ".Ltmp"))]
 
     def number(self, key: str) -> int:
-        (found,) = re.findall(rf"\.{key}: +(\d+)", self.text)
-        return int(found)
+        (value,) = re.findall(rf"\.{key}: +(\d+)", self.text)
+        return int(value)
 
     def at(self, pattern: str) -> list[int]:
         return places(self.lines, pattern)
 
 
-#: Of what is offered: dtype, whether B has contiguous rows, and BK divides k.
+#: Compiled variants: dtype, whether B has contiguous rows, and whether BK divides k.
 VARIANTS = (("bfloat16", True, True), ("float16", False, False))
 
 
@@ -340,9 +340,9 @@ def code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         target = Target("hip", "gfx942:sramecc+:xnack-")
-        made = compiled_by_triton(target, tiling, DTYPES[dtype], b_rows, even_k)
-    assert made.metadata.shared <= 64 << 10
-    return Code(made)
+        kernel = compiled_by_triton(target, tiling, DTYPES[dtype], b_rows, even_k)
+    assert kernel.metadata.shared <= 64 << 10
+    return Code(kernel)
 
 
 def test_amd_spills_nothing_and_multiplies_by_matrix_cores(code: Code) -> None:
@@ -350,7 +350,7 @@ def test_amd_spills_nothing_and_multiplies_by_matrix_cores(code: Code) -> None:
         assert code.number(key) == 0, key
     assert not code.at("scratch_")
     assert len(code.at("v_mfma_f32_32x32x8_(bf16|f16) ")) >= 64
-    # A lane has 512. A kernel that copies for a peer must fit beside this one.
+    # A lane has 512. A kernel that copies for a peer must fit at the same time.
     assert code.number("vgpr_count") <= 512 - 128
 
 
@@ -397,11 +397,11 @@ def test_amd_releases_to_the_system(code: Code) -> None:
 
 
 def test_nvidia_compiles_it_as_well(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it can be tried: tests/gpu/test_tiled_gpu.py does."""
+    """tests/gpu/test_tiled_gpu.py runs the compiled kernel."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target, tiling = Target("cuda", "sm_90"), Tiling(128, 128, 3)
-    made = compiled_by_triton(target, tiling, torch.bfloat16, True, True)
-    text = made.asm["ptx"]
-    assert "wgmma.mma_async" in text and made.metadata.shared <= 227 << 10
+    kernel = compiled_by_triton(target, tiling, torch.bfloat16, True, True)
+    text = kernel.asm["ptx"]
+    assert "wgmma.mma_async" in text and kernel.metadata.shared <= 227 << 10
     assert text.count("ld.global.sys.acquire.b32") == 4
     assert text.count("atom.global.sys.release.exch.b32") == 1

@@ -1,5 +1,5 @@
-"""Attention by heads of a sequence that ranks share: plans and their proof, calls on CPUs,
-gradients, errors."""
+"""Attention by heads over a sequence that is split among ranks: plans, their proof, choice of a
+schedule, and layouts that need no copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ficco.schedules import Schedule
 from ficco.schedules.heads import heads_plans, pieces_of
 from ficco.simulate import simulate
 
-#: What is computed, and what is kept for a gradient.
+#: Whether the gradient is computed, and the operands saved for it.
 KINDS = ((False, ""), (False, "heads"), (False, "shards"), (True, "heads"), (True, "shards"))
 
 
@@ -47,17 +47,17 @@ def test_plans_of_any_heads_are_proven(data: st.DataObject) -> None:
     if data.draw(st.booleans()):  # packed
         batch, length = 1, world * rows
         mask = mask | ({"cu_seqlens": tuple(sorted({0, length // 3, length}))} if rows else {})
-    asked = problem_of(world, rows, batch, heads, kv_heads, 4, hosts=hosts, **mask)
-    problem = HeadsProblem(asked, *data.draw(st.sampled_from(KINDS)))
+    attention = problem_of(world, rows, batch, heads, kv_heads, 4, hosts=hosts, **mask)
+    problem = HeadsProblem(attention, *data.draw(st.sampled_from(KINDS)))
     schedule = Schedule.parse(data.draw(st.sampled_from(SCHEDULES)))
-    made = heads_plans(problem, schedule)
-    check(made)
-    render(made[0])
+    all_plans = heads_plans(problem, schedule)
+    check(all_plans)
+    render(all_plans[0])
     for rank in range(world):
         pieces = pieces_of(problem, schedule, rank)
         runs = [run for piece in pieces for run in problem.alike(rank, *piece)]
-        for some in (pieces, runs):  # each head once, in order
-            assert [one for span in some for one in range(*span)] == list(range(each))
+        for spans in (pieces, runs):  # each head once, in order
+            assert [head for span in spans for head in range(*span)] == list(range(each))
         for begin, end in runs:
             owners = [(rank * each + head) // problem.shared for head in range(begin, end)]
             assert len({owners.count(owner) for owner in owners}) == 1, "not one call of a library"
@@ -77,7 +77,7 @@ def move_of(buffer: str, op: str) -> Callable[[Step], bool]:
 CALL, GRADIENT, KEEPS = (False, ""), (True, "heads"), (False, "heads")
 
 
-#: What a rank has of a head: 4 positions of 16 elements.
+#: Elements of a head on a rank: 4 positions of 16.
 HEAD = 4 * 16
 
 
@@ -91,9 +91,9 @@ HEAD = 4 * 16
         (CALL, change(applies, inputs=lambda r: (r[0], r[2], r[1])), "wrong buffers"),
         (CALL, change(applies, function="softmax"), "not asked for"),
         (CALL, change(applies, outs=lambda r: (down(-1)(r[0]), *r[1:])), "other rows than it says"),
-        # What travels back.
+        # Returned results.
         (CALL, change(move_of("out heads", "place"), src=right(-HEAD)), "puts rows where others"),
-        # Gradients, and what is kept for them.
+        # Gradients, and operands saved for them.
         (GRADIENT, change(move_of("grad", "copy"), dst=down(1)), "another piece|nobody|gates"),
         (KEEPS, change(move_of("k heads", "place"), dst=down(1)), "elements of kept k are written"),
     ],
@@ -103,25 +103,25 @@ def test_wrong_plans_are_found(kind: tuple[bool, str], edit: Edit, words: str) -
     refuted(heads_plans(problem, Schedule.parse("uniform-fused-1d:pieces=2")), edit, words)
 
 
-def test_choice() -> None:
+def test_auto_takes_a_schedule_that_gains_the_margin() -> None:
     machine = find("h200-4", None)
     assert machine is not None and machine.gemm
-    asked = AttentionProblem(4, 4096, 1, 32, 8, 128, "bfloat16", causal=True)
+    attention = AttentionProblem(4, 4096, 1, 32, 8, 128, "bfloat16", causal=True)
     for kind in (CALL, GRADIENT):
-        problem = HeadsProblem(asked, *kind)
-        chosen = decide(problem, machine=machine)
-        seconds = {one.schedule: one.queued for one in chosen.candidates}
+        problem = HeadsProblem(attention, *kind)
+        decision = decide(problem, machine=machine)
+        seconds = {one.schedule: one.queued for one in decision.candidates}
         least = min(seconds, key=seconds.__getitem__)
         gains = seconds[least] * (1 + BY_HEADS.margin) < seconds["serial"]
-        assert str(chosen.schedule) == (least if gains else "serial")
-        ways = [seconds["serial"], *(seconds[f"uniform-fused-1d:pieces={n}"] for n in (2, 4, 8))]
-        assert ways == sorted(ways) and ways[0] < ways[1]  # as on 2 H100
-        # Never measured, attention is that of an H100; what was measured counts, by size of heads.
-        made, usual = heads_plans(problem, chosen.schedule), machine.attends(machine.gemm)
+        assert str(decision.schedule) == (least if gains else "serial")
+        ordered = [seconds["serial"], *(seconds[f"uniform-fused-1d:pieces={n}"] for n in (2, 4, 8))]
+        assert ordered == sorted(ordered) and ordered[0] < ordered[1]  # as on 2 H100
+        # Unmeasured attention has an H100's rates; measured rates count, by the size of heads.
+        all_plans, usual = heads_plans(problem, decision.schedule), machine.attends(machine.gemm)
         slower = replace(usual, shares=((64, 0.9), (128, 0.45)))
         unmeasured, same, later = (
-            simulate(made, replace(machine, attention=one)).stop_s
-            for one in (machine.attention, usual, slower)
+            simulate(all_plans, replace(machine, attention=rates)).stop_s
+            for rates in (machine.attention, usual, slower)
         )
         assert unmeasured == same < later
     assert str(decide(problem).schedule) == "serial"
@@ -130,10 +130,10 @@ def test_choice() -> None:
 # Calls on CPUs.
 
 
-def test_heads_laid_out_as_they_travel_are_not_copied() -> None:
-    plain, beside = torch.zeros(1, 4, 8, 16), torch.zeros(1, 8, 4, 16).transpose(1, 2)
+def test_heads_in_the_layout_of_their_copies_are_not_copied() -> None:
+    plain, interleaved = torch.zeros(1, 4, 8, 16), torch.zeros(1, 8, 4, 16).transpose(1, 2)
     several = torch.zeros(4, 8, 2, 16).permute(2, 0, 1, 3)
     part, sparse = torch.zeros(1, 9, 8, 16)[:, 2:6], torch.zeros(1, 4, 8, 32)[..., ::2]
-    for one in (plain, several, part, beside, sparse):
-        copied = _by_heads(one).data_ptr() != one.data_ptr()
-        assert copied == (one is beside or one is sparse)
+    for heads in (plain, several, part, interleaved, sparse):
+        copied = _by_heads(heads).data_ptr() != heads.data_ptr()
+        assert copied == (heads is interleaved or heads is sparse)

@@ -1,9 +1,9 @@
-"""What a warm eager call costs on the caller's thread: calls of ficco's Python functions, the files
-that they are in, and changes from file to file.
+"""Host cost of a warm eager call on the caller's thread: calls of ficco's Python functions, their
+files, and changes from file to file.
 
-The measured rank begins its call after its peer, so all signals have arrived when it waits for
-them. Otherwise a wait takes three more calls. Comprehensions are left out, since Python 3.12 makes
-no calls of them.
+The measured rank begins its call after its peer, so that all signals have arrived when it waits for
+them. Otherwise a wait takes three more calls. Comprehensions are not counted: Python 3.12 makes no
+calls of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Cost(NamedTuple):
     changes: int
 
 
-#: The most that a warm call may cost. Raise a figure only with a reason; lower it with the code.
+#: Upper limits of a warm call. Raise a figure only with a reason; lower it with the code.
 LIMITS = {
     "all_gather_matmul": Cost(10, 36, 19),
     "matmul_reduce_scatter": Cost(10, 37, 19),
@@ -78,7 +78,7 @@ def cost(operator: str) -> tuple[Cost, Counter[str]]:
 
 def costs(at: Rank, operator: str) -> list[tuple[Cost, Counter[str]]]:
     """The costs of several warm calls of a rank that begins after its peer."""
-    found = []
+    measured = []
     ficco.close()  # an operand is looked up in the symmetric memory of earlier tests
     for _ in range(4):
         call(operator)
@@ -86,8 +86,8 @@ def costs(at: Rank, operator: str) -> list[tuple[Cost, Counter[str]]]:
         at.barrier()
         if at.rank == 0:
             time.sleep(0.05)
-        found.append(cost(operator))
-    return found
+        measured.append(cost(operator))
+    return measured
 
 
 @pytest.mark.parametrize("operator", LIMITS)
@@ -102,7 +102,7 @@ def test_a_warm_call_costs_no_more_than_its_limits(operator: str) -> None:
 @pytest.mark.parametrize("schedule", ["serial:collective", "growing"])
 @on_ranks(2)
 def test_a_repeated_call_reads_its_own_operands(at: Rank, schedule: str) -> None:
-    """Shards have one shape, but not one layout in memory."""
+    """Shards have the same shape and different layouts in memory."""
     weight = torch.arange(24.0).reshape(4, 6)
 
     def plain(rank: int) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_a_repeated_call_reads_its_own_operands(at: Rank, schedule: str) -> None
 
 @on_ranks(2)
 def test_a_repeated_call_has_its_own_options_and_memory(at: Rank) -> None:
-    """A shard in symmetric memory is read in place, though others of its shape were copied."""
+    """A shard in symmetric memory is read in place after calls that copied shards of its shape."""
     a, b = torch.ones(8, 4), torch.ones(4, 6)
     for limit in (None, 77.0, 77.0, 55.0, None):
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a workspace keeps, with an engine that only counts."""
+"""Slots, programs and errors of a workspace; some tests use an engine that only records calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ficco.schedules import NAMED, plan
 
 
 class Engine:
-    """Memory that cannot be had, and calls that are over at a time."""
+    """An engine without memory, whose calls are over at a set time."""
 
     asynchronous = True
 
@@ -41,8 +41,8 @@ class Engine:
         for name in ("retire", "synchronize", "discard"):
             setattr(self, name, partial(self.do, name))
 
-    def do(self, what: str, *_: Any) -> None:
-        self.did.append(what)
+    def do(self, name: str, *_: Any) -> None:
+        self.did.append(name)
 
     def capturing(self) -> int:
         return 0
@@ -58,25 +58,25 @@ class Engine:
 
 
 class Failing(Engine):
-    """What is given back, one piece after the other, each with an error."""
+    """An engine that fails to release each of its resources."""
 
     def __init__(self) -> None:
         super().__init__()
         for name in ("release", "discard", "free", "synchronize", "close"):
             setattr(self, name, partial(self.fail, name))
 
-    def fail(self, what: str, *_: Any) -> None:
-        self.did.append(what)
-        raise FiccoError(f"{what} failed")
+    def fail(self, name: str, *_: Any) -> None:
+        self.did.append(name)
+        raise FiccoError(f"{name} failed")
 
 
 def workspace_on(engine: Engine, *slots: Slot | None, **more: Any) -> Workspace:
-    found = Workspace.__new__(Workspace)
-    watchdog, kept = SimpleNamespace(timeout_s=0.2), {0: list(slots)}
-    found.__dict__.update(engine=engine, watchdog=watchdog, calls=0, programs={}, error=None)
-    found.repeated = {}
-    found.__dict__.update({"_slots": kept, "_watched": {}, "_pinned": [], "held": [], **more})
-    return found
+    workspace = Workspace.__new__(Workspace)
+    watchdog, held = SimpleNamespace(timeout_s=0.2), {0: list(slots)}
+    workspace.__dict__.update(engine=engine, watchdog=watchdog, calls=0, programs={}, error=None)
+    workspace.repeated = {}
+    workspace.__dict__.update({"_slots": held, "_watched": {}, "_pinned": [], "held": [], **more})
+    return workspace
 
 
 def a_plan() -> Plan:
@@ -89,16 +89,16 @@ def test_a_slot_that_could_not_grow_is_given_back_once() -> None:
     with pytest.raises(FiccoError, match="did not come"):
         workspace.slot(a_plan(), False)
     assert workspace.slots == []
-    # Whatever may still be stuck is waited for while the watchdog can see the slot.
+    # The workspace waits for pending work while the watchdog still has the slot.
     assert engine.did == ["retire", "synchronize", "discard"]
 
 
 def test_a_call_that_meets_another_thread_inside_takes_no_number() -> None:
-    """Between the look-up of the workspace and the begin of the call the other thread came."""
+    """The other thread begins between the look-up of the workspace and the begin of the call."""
     inside: Any = SimpleNamespace(engine=Engine(), thread=-1, calls=7, limit_s=1.0, watchdog=None)
     with pytest.raises(FiccoError, match="one thread at a time in a group") as refused:
         Workspace.begin(inside, "all_gather_matmul", Options())
-    inside.thread = 0  # the other call is over before this one ends
+    inside.thread = 0  # the other call ends first
     Workspace.end(inside, refused.value)
     assert inside.calls == 7
 
@@ -122,7 +122,7 @@ def _on_failing(error: FiccoError | None) -> tuple[Workspace, list[str]]:
     engine = Failing()
     board = SimpleNamespace(
         close=partial(engine.do, "board"),
-        post=partial(engine.do, "told"),
+        post=partial(engine.do, "post"),
         describe=lambda text, same_as: 1,
     )
     more = {"closed": False, "error": error, "allocations": dict.fromkeys((1, 2), engine)}
@@ -131,27 +131,27 @@ def _on_failing(error: FiccoError | None) -> tuple[Workspace, list[str]]:
     return workspace_on(engine, *slots, board=board, watchdog=stop, **more), engine.did
 
 
-def test_what_cannot_be_given_back_keeps_nothing_else() -> None:
-    found, did = _on_failing(FiccoError("broken off"))
+def test_a_failed_release_does_not_stop_the_others() -> None:
+    workspace, did = _on_failing(FiccoError("broken off"))
     with pytest.raises(FiccoError, match="release failed"):
-        found.close()
+        workspace.close()
     assert did == ["stop", "release", "discard", "discard", "free", "free", "close", "board"]
-    assert not found.slots and found.closed
-    found.close()
+    assert not workspace.slots and workspace.closed
+    workspace.close()
     assert len(did) == 8
 
 
-def test_a_group_that_cannot_be_closed_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_cannot_close_does_not_stop_others(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [_on_failing(None) for _ in range(2)]
-    kept = {number: found for number, (found, _) in enumerate(both)}
-    monkeypatch.setattr(workspaces, "_workspaces", kept)
+    by_number = {number: workspace for number, (workspace, _) in enumerate(both)}
+    monkeypatch.setattr(workspaces, "_workspaces", by_number)
     with pytest.raises(FiccoError, match="synchronize failed"):
         workspaces.close()
-    assert not kept
-    for found, did in both:
-        # What runs may be stuck: peers are told, and it is let go.
-        assert did[:4] == ["synchronize", "told", "stop", "release"] and did[-1] == "board"
-        assert found.closed and str(found.error) == "synchronize failed"
+    assert not by_number
+    for workspace, did in both:
+        # Running work may be stuck: the error is posted to the peers, and the memory is released.
+        assert did[:4] == ["synchronize", "post", "stop", "release"] and did[-1] == "board"
+        assert workspace.closed and str(workspace.error) == "synchronize failed"
 
 
 def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
@@ -161,7 +161,7 @@ def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
     slot, graphs = Slot(None, 1), Slot(None, 1, captured=True)
     engine = Engine()
     workspace = workspace_on(engine, slot, None)
-    made = {}
+    cached_calls = {}
     for name, at, latest in (
         ("in a graph", graphs, 1),
         ("seldom", slot, 2),
@@ -173,37 +173,37 @@ def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
         program = Program(a_plan(), at, [("compute0", lambda call: None)])
         at.number(program)
         programs = {id(at): program}
-        made[name] = CachedCall(a_plan(), 0, False, None, programs=programs, latest=latest)
-    for name, cached in made.items():
+        cached_calls[name] = CachedCall(a_plan(), 0, False, None, programs=programs, latest=latest)
+    for name, cached in cached_calls.items():
         workspace.keep(name, cached)
         workspace.remember(name, cached, Options())
-    # A program that runs is on its slot, for the watchdog: so nothing runs when one goes.
+    # The watchdog reads running programs from their slots: the engine is idle when one is removed.
     assert engine.did == ["synchronize"] * 2
     assert list(workspace.programs) == ["in a graph", "often", "new", "newer"]
-    assert made["seldom"].programs == {} and made["often"].programs
-    left = [made[name].programs[id(slot)] for name in ("often", "new", "newer")]
+    assert cached_calls["seldom"].programs == {} and cached_calls["often"].programs
+    left = [cached_calls[name].programs[id(slot)] for name in ("often", "new", "newer")]
     assert set(map(id, slot.programs.values())) == set(map(id, left))
     assert len(graphs.programs) == 1
     assert list(workspace.repeated) == ["newer"], "a kind without memory could be called"
     for strides in ("other strides", "others", "many strides", "too many"):
-        workspace.remember(strides, made["newer"], Options())
+        workspace.remember(strides, cached_calls["newer"], Options())
     assert list(workspace.repeated) == ["too many"]
 
 
 def _in_child(fn: Any) -> Any:
-    """What a function says in a forked process, which then ends as interpreters do.
+    """The result of a function in a forked process, which then ends as interpreters do.
 
-    That a child may be the first to call is seen everywhere: ranks are forks of one server.
+    All tests of ranks cover a fork that calls first: ranks are forks of one server.
     """
-    ours, theirs = os.pipe()
+    read_end, write_end = os.pipe()
     if not (child := os.fork()):
         try:
-            os.write(theirs, pickle.dumps(caught(fn)))
+            os.write(write_end, pickle.dumps(caught(fn)))
             workspaces._close_at_exit()
         finally:
             os._exit(0)
-    os.close(theirs)
-    with open(ours, "rb") as answers:
+    os.close(write_end)
+    with open(read_end, "rb") as answers:
         answer = answers.read() if select.select([answers], [], [], 10)[0] else b""
     if not answer:
         os.kill(child, signal.SIGKILL)
@@ -226,9 +226,9 @@ def test_a_forked_process_leaves_the_group_to_its_parent(at: Rank, schedule: str
         ficco.close()
         return [call, memory, caught(lambda: exact(at, case, 1, group))], ficco.memory()
 
-    assert _in_child(lambda: sum(range(10))) == 45  # as a worker that loads data
+    assert _in_child(lambda: sum(range(10))) == 45  # like a worker of a data loader
     failures, left = _in_child(in_child)
-    for iteration in range(3):  # the parent's ranks are in step, its memory is whole
+    for iteration in range(3):  # the parent's ranks are in step, its memory is intact
         exact(at, case, iteration, group)
     assert ficco.memory(group) >= held and left == 0
     leave(group)
@@ -255,7 +255,7 @@ def test_a_process_forked_during_a_first_call_is_not_taken_for_its_parent(at: Ra
 
 
 def _many_kinds(at: Rank, rounds: int) -> list[int]:
-    """Rows that differ in every call, on ranks that remember more or less of them."""
+    """Calls with different rows, on ranks that cache different numbers of kinds."""
     group = everyone(at)
     before, workspaces.KINDS = workspaces.KINDS, (4, 7, 64)[at.rank]
     try:
@@ -273,20 +273,20 @@ def _many_kinds(at: Rank, rounds: int) -> list[int]:
 
 
 def test_ranks_may_remember_other_kinds_of_calls() -> None:
-    found = run(3, _many_kinds, 22)
-    assert found[0][0] <= 4 and found[1][0] <= 7 < found[2][0]
+    counts = run(3, _many_kinds, 22)
+    assert counts[0][0] <= 4 and counts[1][0] <= 7 < counts[2][0]
 
 
 @pytest.mark.parametrize("victims", [(2,), (0, 1, 2)])
 @on_ranks(3)
 def test_a_rank_that_gets_no_memory_is_named(at: Rank, victims: tuple[int, ...]) -> None:
-    """ficco.empty where some ranks get none; then once more, after closing if ranks differed."""
+    """ficco.empty without memory on some ranks; then again, after closing if ranks differed."""
     case = Case((4,) * at.world, 8, 8)
     group = everyone(at, case)
     (workspace,) = workspaces.workspaces(group)
 
     def none(nbytes: int) -> Any:
-        time.sleep(0.1 * at.rank)  # a rank that knows it first does not go on without the others
+        time.sleep(0.1 * at.rank)  # the first rank to fail does not go on before its peers
         raise MemoryError(f"no {nbytes} bytes")
 
     with ficco.options(timeout_s=20), pytest.MonkeyPatch.context() as patch:
@@ -308,10 +308,9 @@ def test_a_rank_that_gets_no_memory_is_named(at: Rank, victims: tuple[int, ...])
 
 @on_ranks(2)
 def test_ranks_that_ask_for_memory_in_another_order_or_shape_are_told(at: Rank) -> None:
-    """One rank asks for memory where the others multiply, or for memory of another shape, or first
-    and alone."""
+    """A rank asks for memory while its peer multiplies, asks for another shape, or does nothing."""
     a = torch.ones(4, 4)
-    asked = {
+    calls = {
         "memory": lambda group: ficco.empty((4, 4), group=group),
         "other": lambda group: ficco.empty((8, 2), group=group),
         "product": lambda group: ficco.all_gather_matmul(a, a, group=group),
@@ -324,21 +323,21 @@ def test_ranks_that_ask_for_memory_in_another_order_or_shape_are_told(at: Rank) 
     ):
         group = everyone(at)
         with ficco.options(timeout_s=timeout_s):
-            told = caught(partial(asked[names[at.rank]], group))
+            failure = caught(partial(calls[names[at.rank]], group))
         at.barrier()
         leave(group)
         if names[at.rank] != "nothing":
-            assert told.type == kind and all(word in told.text for word in words), told
+            assert failure.type == kind and all(word in failure.text for word in words), failure
 
 
 @on_ranks(2)
 def test_memory_is_on_the_gpu_of_a_group_with_nccl(at: Rank) -> None:
-    """Where it is, a GPU is asked for, and refused here."""
+    """With NCCL in the group's backends memory is on a GPU, which the ranks of this test lack."""
     for config in ("cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo", "cpu:gloo,cuda:gloo"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "get_backend_config", lambda group, config=config: config)
-            found = caught(lambda: ficco.empty((2,)).device.type)
+            outcome = caught(lambda: ficco.empty((2,)).device.type)
         if "nccl" in config:
-            assert "got cuda" in found.text and "none is seen" in found.text, found
+            assert "got cuda" in outcome.text and "none is seen" in outcome.text, outcome
         else:
-            assert found == "cpu"
+            assert outcome == "cpu"

@@ -1,5 +1,5 @@
-"""A vendor whose streams are threads and whose memory is the host's: all that the GPU engine needs
-of a third one, beside its row in ``ficco.dma``."""
+"""A third vendor, whose streams are threads and whose memory is the host's. Besides this module the
+GPU engine needs only a row in ``ficco.dma``."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ PAUSE_S = 2e-5
 
 
 class Stream:
-    """A thread that does one thing after the other."""
+    """A thread that runs enqueued operations in order."""
 
     numbers = count(1)
 
     def __init__(self) -> None:
         self.raw = next(self.numbers)
-        self.given = self.done = 0
+        self.enqueued = self.done = 0
         self._queue: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         threading.Thread(target=self._serve, name=f"stream {self.raw}", daemon=True).start()
 
     def put(self, work: Callable[[], Any]) -> None:
-        self.given += 1
+        self.enqueued += 1
         self._queue.put(work)
 
     def end(self) -> None:
@@ -55,7 +55,7 @@ class Stream:
 
 
 class Event:
-    """Over once its stream has come to its latest record."""
+    """An event, over once its stream has reached the latest record."""
 
     def __init__(self) -> None:
         self._passed: threading.Event | None = None
@@ -110,7 +110,7 @@ class ThreadDriver(HostTensors, Driver):
 
     def __init__(self, device: torch.device, index: int) -> None:
         super().__init__(device, index)
-        self._made: dict[int, Stream] = {}
+        self._streams: dict[int, Stream] = {}
         self._hosts: list[Any] = []
         self._files: dict[int, tuple[int, int]] = {}  # by address: descriptor and bytes
         self._maps: dict[int, tuple[mmap.mmap, Any]] = {}
@@ -137,18 +137,18 @@ class ThreadDriver(HostTensors, Driver):
     # Streams and events.
 
     def make_stream(self, priority: int) -> int:
-        made = Stream()
-        self._made[made.raw] = made
-        return made.raw
+        stream = Stream()
+        self._streams[stream.raw] = stream
+        return stream.raw
 
     def stream(self, raw: int) -> Stream:
-        return self._made[raw]
+        return self._streams[raw]
 
     def raw(self, stream: Stream) -> int:
         return stream.raw
 
     def idle(self, stream: Stream) -> bool:
-        return stream.done == stream.given
+        return stream.done == stream.enqueued
 
     def destroy_stream(self, stream: Stream) -> None:
         stream.end()
@@ -236,7 +236,7 @@ class ThreadDriver(HostTensors, Driver):
 
 
 class ThreadKernels:
-    """ficco's kernels, each a thing that a stream does, with the signals around it."""
+    """ficco's kernels, each an operation of a stream, with the signals before and after it."""
 
     most_that_spin = 64
 
@@ -288,8 +288,8 @@ class ThreadKernels:
     ) -> None:
         assert all(rows.is_contiguous() for rows in (out, *(rows for _, _, rows in keeps)))
         self.one_shot(out, parts, replace(signals, rear=Script()), stream)
-        posts = [MemOp(WRITE_32, one + 4 * i, 1) for _, one in sends for i in range(blocks)]
-        waits = [MemOp(WAIT_32, one + 4 * i, 1) for _, one, _ in keeps for i in range(blocks)]
+        posts = [MemOp(WRITE_32, word + 4 * i, 1) for _, word in sends for i in range(blocks)]
+        waits = [MemOp(WAIT_32, word + 4 * i, 1) for _, word, _ in keeps for i in range(blocks)]
         clears = [MemOp(WRITE_32, op.address, 0) for op in waits]
 
         def send() -> None:
@@ -329,5 +329,5 @@ def engine(group: Any, device: torch.device, *options: Any) -> HostEngine:
 
 
 def serve() -> None:
-    """Put this vendor's row in."""
+    """Add this vendor's row."""
     ENGINES["threads"] = __name__, "engine"

@@ -1,4 +1,4 @@
-"""What ficco's kernels do within a device, by PyTorch's operations: a reference for tests."""
+"""ficco's kernels within a device, as PyTorch operations: a reference for tests."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ficco.hip_kernels.launch import address_of, check_place, check_reduce
 
 
 class TorchKernels:
-    """Those of :class:`ficco.hip_kernels.Kernels` for which PyTorch has operations. A stream is a
-    handle, or None for the current one, also on CPUs."""
+    """The kernels of :class:`ficco.hip_kernels.Kernels` that PyTorch operations can replace. A
+    stream is a handle, or None for the current stream, also on CPUs."""
 
     def place(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
         check_place(dst, src)

@@ -1,6 +1,6 @@
-"""What a type checker says of a user's code.
+"""Types of a user's code in a type checker.
 
-``make lint`` is the test: mypy is strict, and so reports an ignored error that it does not find.
+``make lint`` is the test: mypy is strict, so it reports an ignored error that does not occur.
 """
 
 from __future__ import annotations
