@@ -432,11 +432,15 @@ def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
     assert not any(count.left for count in counts.values())
     assert sum(count.calls for (_, name), count in counts.items() if name == GATHER) >= 2 * 6 * 5
     assert any(name == SUM for _, name in counts) == (mode != "gathers only")
-    for workspace in workspaces():  # a buffer for the root, and two for blocks
-        for cached in workspace.programs.values():
-            gathers = cached.plan.problem.operator == GATHER
-            (program,) = cached.programs.values()
-            assert program.slot is workspace._slots[0][gathers], "no gather waits for a sum"
+    served = [workspace for workspace in workspaces() if workspace in fsdp._buffers]
+    assert served
+    for workspace in served:  # one buffer of the root, two of blocks
+        for kind in workspace.programs.values():
+            if (operator := kind.plan.problem.operator) in (GATHER, SUM):
+                (program,) = kind.programs.values()
+                assert program.slot is workspace._slots[0][operator == GATHER], (
+                    "no gather waits for a sum"
+                )
         sizes = [buffer.memory.nbytes for buffer in fsdp._buffers[workspace]]
         assert len(sizes) <= (6 if mode in ("prefetched", "unsharded before") else 3)
         assert workspace.nbytes >= sum(sizes)

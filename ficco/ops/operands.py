@@ -196,7 +196,6 @@ def check_types(scales: Scales) -> None:
                 "scale_a, scale_b, bias, out_dtype and use_fast_accum are for operands of float8: "
                 "pass both scales, or none of these"
             )
-    check_dense(**scales.tensors)
     if scales.out_dtype is not None and not isinstance(scales.out_dtype, torch.dtype):
         raise ValueError(f"out_dtype: required a torch.dtype or None, got {scales.out_dtype!r}")
     if not isinstance(scales.use_fast_accum, bool):
@@ -394,7 +393,7 @@ def problem_of_operands(
         ValueError, NotImplementedError: an operand is wrong, or not supported.
     """
     left, inner = LEFT[operator], OPERATORS[operator].inner
-    check_dense(**{left: a, "b": b})
+    check_dense(**{left: a, "b": b}, **(scales.tensors if scales else {}))
     if isinstance(rows, torch.Tensor):
         raise ValueError(
             f"rows: required numbers on the CPU, got a tensor on {rows.device}; pass its "

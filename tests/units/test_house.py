@@ -23,26 +23,26 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3495, 1840),
+    "compute": (3505, 1840),
     "dma": (7430, 4160),
     "heuristics": (1615, 725),
     "hip_kernels": (1310, 630),
     "integrations": (985, 500),
     "machine": (1460, 640),
-    "nn": (2180, 1040),
-    "ops": (5985, 2780),
-    "passes": (1960, 1165),
+    "nn": (2200, 1050),
+    "ops": (6000, 2790),
+    "passes": (1965, 1165),
     "plan": (1110, 540),
-    "problems": (2435, 1095),
+    "problems": (2440, 1100),
     "proof": (1795, 1245),
     "runtime": (1990, 1130),
-    "schedules": (4705, 2760),
+    "schedules": (4705, 2765),
     "simulate": (1260, 820),
-    "tools": (14520, 7745),
+    "tools": (13810, 7760),
     "__init__.py": (195, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
-    "api.py": (355, 120),
+    "api.py": (360, 125),
     "errors.py": (300, 105),
     "fsdp.py": (500, 285),
     "options.py": (220, 100),
@@ -51,7 +51,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     # Of the package.
     "files": 165,
     "loose files": 9,
-    "lines of the longest file": 899,
+    "lines of the longest file": 900,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
     "files that name hosts": 34,
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 40_265
+LINES_OF_TESTS = 39_960
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
