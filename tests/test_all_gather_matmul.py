@@ -310,7 +310,7 @@ def start_ranks(
     ]
 
 
-def end_of(programs: list[Program], timeout: float = 60.0) -> list[Ended]:
+def end_of(programs: list[Program], timeout: float = 200.0) -> list[Ended]:
     """Wait for all programs, and return their exit codes and output."""
     deadline = time.monotonic() + timeout
     try:
