@@ -33,8 +33,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from ficco import tile  # noqa: E402
 
-#: What a GPU like an H100 does: by it, not for it, tiles are put in order. Bytes per second of a
-#: link and of the memory, floating-point operations per second, seconds before the first byte.
+#: Rates of a GPU like an H100, by which tiles are ordered; the order is right on any GPU. Bytes per
+#: second of a link and of the memory, floating-point operations per second, seconds of latency.
 LINK, MEMORY, FLOPS, LATENCY_S = 383e9, 3e12, 600e12, 12e-6
 
 
@@ -61,8 +61,8 @@ def grouped(
             left = tl.load(a + (slot // choices)[:, None] * k + x, x < k, 0.0)
             total = tl.dot(left, b.load([first + start, j]), total, input_precision="ieee")
         cols = j + tl.arange(0, BN)[None, :]
-        kept = (i < last)[:, None] & (cols < n)
-        tl.store(c + slot[:, None] * n + cols, total.to(c.dtype.element_ty), kept)
+        mask = (i < last)[:, None] & (cols < n)
+        tl.store(c + slot[:, None] * n + cols, total.to(c.dtype.element_ty), mask)
         t += tl.num_programs(0)
 
 
@@ -77,14 +77,14 @@ class Block(NamedTuple):
 
 
 def block_for(rows: float, device: torch.device) -> Block:
-    """The tiles for so many rows of each expert."""
+    """The tiles for a mean number of rows of each expert."""
     if device.type == "cpu":
         return Block(16, 16, 16, 4, 1)
     return Block(128, 256, 64, 8, 3) if rows > 192 else Block(64, 256, 64, 4, 3)
 
 
 class Order(NamedTuple):
-    """What a rank multiplies in which order.
+    """The products of a rank, in order.
 
     Attributes:
         slots: int32 [m * choices], sorted by expert, then by the arrival of their tokens.

@@ -162,7 +162,7 @@ def parallelize(model: Model, mesh: DeviceMesh, styles: ModuleType) -> None:
     parallelize_module(model, mesh, plan)
 
 
-def made(config: Config, device: torch.device) -> Model:
+def make_model(config: Config, device: torch.device) -> Model:
     """The model, unsharded, the same on every rank."""
     torch.manual_seed(0)
     return Model(config).to(device, config.dtype)
@@ -199,7 +199,7 @@ def run(config: Config, styles: str, out: str | None) -> tuple[list[float], list
     device = (
         torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     )
-    model = made(config, device)
+    model = make_model(config, device)
     parallelize(model, init_device_mesh(kind, (world,)), STYLES[styles])
     began = time.perf_counter()
     sharded = train(model, config, device)
@@ -208,7 +208,7 @@ def run(config: Config, styles: str, out: str | None) -> tuple[list[float], list
         dist.barrier()
         return sharded, []
     began = time.perf_counter()
-    unsharded = train(made(config, device), config, device)
+    unsharded = train(make_model(config, device), config, device)
     alone = time.perf_counter() - began
     dist.barrier()
     if out:

@@ -4,11 +4,11 @@
     python examples/train_experts.py --device cuda          # one rank per GPU
     torchrun --nproc-per-node 4 examples/train_experts.py --device cuda
 
-Tokens travel to the experts while these multiply what has arrived (`ficco.all_to_all_matmul`), and
-their results travel back as they are made (`ficco.matmul_all_to_all`). Every expert takes the same
-number of tokens of every rank, its capacity, so that all calls are one problem, planned once; what
-is too much for an expert is passed by. Rank 0 then trains the same model on all tokens by itself,
-and says how far the losses are apart.
+Tokens travel to the experts while the experts multiply the tokens that have arrived
+(`ficco.all_to_all_matmul`), and results travel back while others are computed
+(`ficco.matmul_all_to_all`). Every expert takes the same number of tokens from every rank, its
+capacity, so all calls are one problem that is planned once. Tokens beyond the capacity skip the
+layer. Rank 0 then trains the same model on all tokens, and prints how far the losses differ.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Experts(nn.Module):
         trust, expert = F.softmax(x @ router.t(), dim=-1).max(dim=-1)
         chosen = F.one_hot(expert, len(router))
         place = (chosen.cumsum(0) * chosen).sum(-1) - 1
-        kept = (place < self.capacity).nonzero().flatten()
-        slots = (expert * self.capacity + place)[kept]
-        sent = x.new_zeros(len(router) * self.capacity, x.shape[1]).index_copy(0, slots, x[kept])
-        found = self.experts(sent)
-        return x.index_add(0, kept, found[slots] * trust[kept, None])
+        served = (place < self.capacity).nonzero().flatten()
+        slots = (expert * self.capacity + place)[served]
+        sent = x.new_zeros(len(router) * self.capacity, x.shape[1]).index_copy(0, slots, x[served])
+        results = self.experts(sent)
+        return x.index_add(0, served, results[slots] * trust[served, None])
 
     def experts(self, sent: torch.Tensor) -> torch.Tensor:
         """Block j of the tokens, through expert j."""
@@ -78,21 +78,21 @@ class Experts(nn.Module):
 
 
 def batches(config: Config, world: int, device: torch.device) -> list[tuple[torch.Tensor, ...]]:
-    """Tokens of all ranks, [world, tokens, hidden], and what to make of them, for every step.
+    """Tokens of all ranks, [world, tokens, hidden], and their targets, for every step.
 
-    Tokens are of as many kinds as there are experts, and each kind is turned another way.
+    There are as many kinds of tokens as experts. A target is its token, rotated by its kind.
     """
     generator = torch.Generator().manual_seed(1)
     centres = 2 * torch.randn(world, config.hidden, generator=generator)
     turns = torch.randn(world, config.hidden, config.hidden, generator=generator)
     turns = torch.linalg.qr(turns).Q
-    made = []
+    steps = []
     for _ in range(config.steps):
         kinds = torch.randint(world, (world, config.tokens), generator=generator)
         x = centres[kinds] + torch.randn(*kinds.shape, config.hidden, generator=generator)
         y = torch.einsum("rth,rthg->rtg", x, turns[kinds])
-        made.append((x.to(device, config.dtype), y.to(device, config.dtype)))
-    return made
+        steps.append((x.to(device, config.dtype), y.to(device, config.dtype)))
+    return steps
 
 
 def train(config: Config, world: int, ranks: range, model: Experts) -> list[float]:
@@ -112,7 +112,7 @@ def train(config: Config, world: int, ranks: range, model: Experts) -> list[floa
     return curve.tolist()
 
 
-def made(config: Config, world: int, rank: int | None, device: torch.device) -> Experts:
+def make_model(config: Config, world: int, rank: int | None, device: torch.device) -> Experts:
     """The whole model, or a rank's part of it."""
     torch.manual_seed(0)
     return Experts(config, world, rank).to(device, config.dtype)
@@ -123,10 +123,10 @@ def run(config: Config) -> tuple[list[float], list[float]]:
     rank, world = dist.get_rank(), dist.get_world_size()
     on_gpu = "nccl" in dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    sharded = train(config, world, range(rank, rank + 1), made(config, world, rank, device))
+    sharded = train(config, world, range(rank, rank + 1), make_model(config, world, rank, device))
     unsharded = []
     if rank == 0:
-        unsharded = train(config, world, range(world), made(config, world, None, device))
+        unsharded = train(config, world, range(world), make_model(config, world, None, device))
     dist.barrier()
     return sharded, unsharded
 

@@ -74,7 +74,7 @@ def part(whole: torch.Tensor, rank: int, world: int) -> torch.Tensor:
     return whole[rank * each : (rank + 1) * each].contiguous()
 
 
-def kept(indices: torch.Tensor, experts: int, capacity: int | None) -> torch.Tensor:
+def within_capacity(indices: torch.Tensor, experts: int, capacity: int | None) -> torch.Tensor:
     """Mask of the pairs within the capacity; first choices of an expert precede second choices."""
     seen, room = [0] * experts, torch.zeros_like(indices, dtype=torch.bool)
     for choice in range(indices.shape[1]):
@@ -93,7 +93,7 @@ def plain(
 ) -> torch.Tensor:
     """The result for one rank's tokens, in float32 or wider."""
     function: Any = getattr(functional, activation)
-    room = kept(data.indices, up.shape[0], capacity)
+    room = within_capacity(data.indices, up.shape[0], capacity)
     wide = torch.promote_types(data.tokens.dtype, torch.float32)
     total = data.tokens.new_zeros(data.tokens.shape[0], down.shape[2], dtype=wide)
     for expert in range(up.shape[0]):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import own_group
-from experts import Data, Layer, data, kept, part, plain, weights_of
+from experts import Data, Layer, data, part, plain, weights_of, within_capacity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Rank, caught, on_ranks, run
@@ -128,7 +128,7 @@ def routed(at: Rank, layer: Layer, schedule: str) -> None:
     for capacity, overflow in ((2, "drop"), (2, "again"), (None, "drop")):
         limits = {"capacity": capacity, "on_overflow": overflow}
         routing = ficco.route(batch.indices, layer.experts, **limits)
-        served = kept(
+        served = within_capacity(
             batch.indices, layer.experts, 2 if (capacity, overflow) == (2, "drop") else None
         )
         counts = torch.bincount(batch.indices.flatten(), minlength=layer.experts)

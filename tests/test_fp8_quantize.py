@@ -58,9 +58,9 @@ def cast_exactly(at: Rank, cases: Sequence[ScaledCase]) -> int:
     return len(cases)
 
 
-def every_schedule(operator: str, world: int, device: str, some: int) -> list[ScaledCase]:
+def every_schedule(operator: str, world: int, device: str, every: int) -> list[ScaledCase]:
     chance, cases = random.Random(f"{operator} {world} cast"), []
-    for name in schedules(operator)[chance.randrange(some) :: some]:
+    for name in schedules(operator)[chance.randrange(every) :: every]:
         case = drawn(chance, operator, world, device, name)
         case = case.on(replicated=False, recipe="row" if case.recipe == "tensor" else case.recipe)
         right = E4M3 if case.dtypes[1] == FNUZ else case.dtypes[1]
@@ -72,8 +72,8 @@ def every_schedule(operator: str, world: int, device: str, some: int) -> list[Sc
 @ranks(1, 2, 3)
 @on_ranks()
 def test_every_schedule_casts_exactly(at: Rank, operator: str) -> None:
-    some = 1 if at.world == 2 else 4
-    cast_exactly(at, every_schedule(operator, at.world, at.device.type, some))
+    every = 1 if at.world == 2 else 4
+    cast_exactly(at, every_schedule(operator, at.world, at.device.type, every))
 
 
 @on_ranks(2)

@@ -43,7 +43,7 @@ def _casts(at: Rank, cases: Sequence[ScaledCase]) -> int:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_schedules_cast_exactly(operator: str) -> None:
     names = served(problem_of(operator, 2, 2, "equal"))[::2]
-    candidates = every_schedule(operator, 4, "cpu", some=4)
+    candidates = every_schedule(operator, 4, "cpu", every=4)
     cases = [case.on(schedule=str(name)) for case, name in zip(candidates, names, strict=False)]
     if PRODUCTS[operator].sums:  # sums are rounded between hosts
         cases = [case.on(out=torch.float32, bias=False) for case in cases]

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKED = [ROOT / name for name in ("ficco", "docs", "README.md", "CONTRIBUTING.md")]
+CODE = "ficco", "tests", "benchmarks", "examples"
+CHECKED = [ROOT / name for name in (*CODE, "docs", "README.md", "CONTRIBUTING.md")]
 
 #: Names that do not say what a value is.
 EMPTY_NAMES = frozenset(
@@ -51,7 +52,7 @@ class Match(NamedTuple):
 
 
 def paths(arguments: list[str]) -> list[Path]:
-    """Python files and pages of the arguments, or of the package and all pages."""
+    """Python files and pages of the arguments, or of all code and pages."""
     files: list[Path] = []
     for root in [Path(name).resolve() for name in arguments] or CHECKED:
         files += [root] if root.is_file() else root.rglob("*.*")
