@@ -278,10 +278,11 @@ if how == "destroy-then-close":
 elif how == "error":
     raise RuntimeError("on purpose")
 elif how == "in-flight" and dist.get_rank() == 0:
-    # A call of another thread waits for a peer that never calls, or has just ended.
+    # A call of another thread waits for a peer that never calls, or has just ended. It waits in
+    # Python: a process that ends while a thread is in a collective of gloo may abort.
     def late():
         with contextlib.suppress(ficco.SignalTimeout):
-            ficco.all_gather_matmul(torch.ones(8, 16), torch.ones(16, 4), schedule="serial")
+            ficco.all_gather_matmul(torch.ones(8, 16), torch.ones(16, 4), schedule="growing")
     threading.Thread(target=late, daemon=True).start()
     time.sleep(0.3)
 """
