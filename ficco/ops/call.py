@@ -254,7 +254,7 @@ class ProductCall(Invocation):
             part = scales.columns(first, last, n) if scales else None
             request = self.schedule, self.rows, False, None, self.purpose, part, self.transposed
             b, group = self.b[:, first:last], workspace.group
-            # A result of their own, since a two-shot needs contiguous rows.
+            # Each part has a result of its own, since a two-shot needs contiguous rows.
             call.tensors["out"][..., first:last] = run(self.operator, self.a, b, group, *request)[0]
 
 
