@@ -138,7 +138,7 @@ def problem_of_sizes(
         shape = f"a table of {world} x {world}" if kind.blocks else world
         raise InvalidArgument(
             "rows",
-            f"required {shape} whole numbers, got {rows!r}; pass as many rows as the ranks have",
+            f"required {shape} whole numbers, got {rows!r}; pass the number of rows of each rank",
         )
     build: Any = Problem.of_blocks if kind.blocks else Problem
     sizes = counts if kind.blocks else tuple(counts), n, k, dtype

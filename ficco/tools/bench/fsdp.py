@@ -57,8 +57,8 @@ class LlamaBlock(nn.Module):
 
 
 class StackWay(NamedTuple):
-    """How collectives travel: what is done to a model after ``fully_shard``. Other fields are as of
-    :class:`ficco.tools.bench.layers.LayerWay`."""
+    """How collectives travel: the change of a model after ``fully_shard``. Other fields are those
+    of :class:`ficco.tools.bench.layers.LayerWay`."""
 
     prepare: Callable[[Any], Any]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
