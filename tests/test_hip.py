@@ -49,6 +49,7 @@ from test_gradients import test_backwards_of_two_groups_at_once
 
 import ficco
 import ficco.dma.gpu
+from ficco.dma.memories import GATE
 from ficco.hip_kernels import build
 from ficco.problems.products import Problem
 from ficco.runtime.workspace import SLOTS, workspaces
@@ -95,6 +96,29 @@ def test_memory_is_freed_while_no_thread_has_a_call_in_flight(at: Rank) -> None:
     threads could not proceed."""
     ficco.set_options(engine="hip", on_timeout="raise", timeout_s=90)  # for all threads
     test_backwards_of_two_groups_at_once.body(at)
+
+
+@on_double(2)
+def test_opening_and_closing_free_nothing_beside_a_call(at: Rank) -> None:
+    """As above, with a call that stays half enqueued while another group opens and closes."""
+    from ficco.dma import hip_api
+
+    x = torch.ones(2, 2)
+    ficco.all_gather_matmul(x, x)
+    driver, group = engine().driver, dist.new_group(list(range(at.world)))
+    stream, word = driver.stream_for("late").handle, driver.waitable("signal")
+    freed = [calls("hipFree") + calls("hipHostFree")]
+    with GATE, mock.patch.object(ficco.dma.gpu, "CLOSE_S", 0.1):
+        hip_api.wait_equal(stream, word, 1)
+        ficco.all_gather_matmul(x, x, group=group)
+        ficco.close(group)
+        freed.append(calls("hipFree") + calls("hipHostFree"))
+        ctypes.c_uint32.from_address(word).value = 1
+    assert hip_api.drain(stream) and freed[0] == freed[1]
+    engine().graveyard.sweep()  # unmaps the memory of peers, who may then free it
+    dist.barrier()
+    ficco.close()
+    assert calls("hipFree") + calls("hipHostFree") > freed[1]
 
 
 def _tiled(at: Rank) -> None:

@@ -31,6 +31,7 @@ from ficco.dma import hip_api as hip
 from ficco.dma.driver import WAIT_32, WORD, Copies, Driver, Mechanisms, MemOp, StreamEngine
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.host import Hosts, Meeting
+from ficco.dma.memories import Shared, free_unshared
 from ficco.errors import carry_out
 from ficco.hip_kernels.build import Target, can_compile
 from ficco.hip_kernels.launch import Kernels, Numbers, Packed
@@ -242,30 +243,29 @@ class HipDriver(Driver):
 
     def _shares_signals(self, engine: StreamEngine, meeting: Meeting) -> bool:
         """Whether this rank can wait on signal memory and map the next rank's."""
-        word = hip.malloc(hip.SIGNAL_BYTES, "signal") if self._stream_waits() else 0
-        try:
-            shared = word and hip.tried(hip.share, word)
-            handles = meeting.gather(shared or bytes(hip.HANDLE_BYTES))
-            peer = handles[(engine.hosts.near.rank() + 1) % len(handles)]
-            shares = bool(word) and any(peer)
-            if shares and len(handles) > 1:
-                shares = hip.tried(lambda: hip.close_shared(hip.open_shared(peer)))
-            meeting.gather(b"")  # a barrier: every rank has unmapped its peer's word
-        finally:
-            if word:
-                hip.free(word)
-        return shares
+        word = self._stream_waits() and self._word("signal")
+        shares = word and hip.tried(hip.share, word)
+        if not all(map(any, meeting.gather(bytes([bool(shares)])))):
+            return False
+        here = engine.hosts.here
+        after = here[(here.index(engine.rank) + 1) % len(here)]
+        # Closing frees the words: another thread may have a call in flight now.
+        words = Shared(engine, "signal", 1, hip.SIGNAL_BYTES, "hip probe")
+        return bool(hip.tried(words.mapped, after, 0))
 
     def _waits_on_uncached(self, engine: StreamEngine, meeting: Meeting) -> bool:
         if not self._stream_waits():
             return False
-        side, word = engine.side.handle, hip.malloc(hip.SIGNAL_BYTES, "uncached")
+        side, word = engine.side.handle, self._word("uncached")
         try:
             hip.fill(word, hip.SIGNAL_BYTES, side)
             return hip.tried(hip.wait_equal, side, word, 0) and hip.drain(side)
         finally:
             engine.settle(side)
-            hip.free(word)
+
+    def _word(self, kind: str) -> int:
+        self._locals.append(hip.malloc(hip.SIGNAL_BYTES, kind))
+        return self._locals[-1]
 
     def _memory(self, meeting: Meeting) -> str:
         """The allocator of all ranks. PyTorch's only if selected: until July 2026 it mapped memory
@@ -393,9 +393,9 @@ class HipDriver(Driver):
     def waitable(self, kind: str) -> int:
         if kind != "signal":
             return self.host(WORD)
-        self._locals.append(hip.malloc(hip.SIGNAL_BYTES, kind))  # the host can access it, too
-        ctypes.memset(self._locals[-1], 0, hip.SIGNAL_BYTES)
-        return self._locals[-1]
+        word = self._word(kind)
+        ctypes.memset(word, 0, hip.SIGNAL_BYTES)  # the host can access it, too
+        return word
 
     def local(self, nbytes: int) -> tuple[int, torch.Tensor]:
         self._locals.append(hip.malloc(nbytes))
@@ -439,8 +439,9 @@ class HipDriver(Driver):
     # Closing.
 
     def close(self) -> None:
-        steps = [partial(hip.free, address) for address in self._locals]
-        steps += [partial(hip.free_host, address) for address in self._hosts]
+        frees = [partial(hip.free, address) for address in self._locals]
+        frees += [partial(hip.free_host, address) for address in self._hosts]
+        steps = [partial(free_unshared, frees)]
         steps += [partial(binding.close) for binding in [self._binding] if binding]
         steps += [partial(event.destroy) for event in self._events]
         carry_out([*steps, super().close])

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -42,7 +42,7 @@ from ficco.dma.driver import WORD, StreamEngine, drained
 from ficco.dma.engine import Engine
 from ficco.dma.host import HostMemory, Meeting, store_of
 from ficco.dma.patience import Patience
-from ficco.errors import MEETING, BackendError, SignalTimeout
+from ficco.errors import MEETING, BackendError, SignalTimeout, carry_out
 
 _lock = threading.Lock()
 _names = itertools.count()  # for names of groups, unique within a process
@@ -434,10 +434,11 @@ class Graveyard:
 
     def sweep(self, timeout_s: float = 0.0) -> None:
         """Free memory that neither this rank nor a peer uses, at a standstill."""
-        if self.dead or _leftovers:
+        if self.dead or _leftovers or _frees:
             with standstill(timeout_s) as stands:
                 if stands:
                     self._sweep()
+                    free_unshared([])
 
     def _sweep(self) -> None:
         for memory in list(self.dead):
@@ -450,6 +451,7 @@ class Graveyard:
             # Another thread may sweep, too. Errors were reported when the group was closed.
             with contextlib.suppress(IndexError, BackendError):
                 memory = _leftovers.popleft()
+                memory.let_go()
                 if memory.freeable():
                     memory.destroy()
                 else:
@@ -460,8 +462,19 @@ class Graveyard:
         _leftovers.extend(self.dead)
 
 
-#: Memory that a peer, or a tensor of the caller, used for longer than closing waits.
+#: Memory that closing could not free in time: a peer, a tensor of the caller or a call used it.
 _leftovers: deque[Any] = deque()
+#: The calls that free memory that no peer maps, of closed engines.
+_frees: deque[Callable[[], Any]] = deque()
+
+
+def free_unshared(frees: Iterable[Callable[[], Any]]) -> None:
+    """Run calls that free memory that no peer maps, at a standstill. Without one, a later engine
+    runs them."""
+    _frees.extend(frees)
+    with standstill(0.0) as stands:
+        if stands:
+            carry_out(_frees.popleft() for _ in range(len(_frees)))
 
 
 # Signal words.

@@ -24,7 +24,7 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3505, 1840),
-    "dma": (7430, 4160),
+    "dma": (7445, 4165),
     "heuristics": (1615, 725),
     "hip_kernels": (1310, 630),
     "integrations": (985, 500),
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 39_960
+LINES_OF_TESTS = 39_985
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
