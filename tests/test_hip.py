@@ -51,6 +51,7 @@ import ficco
 import ficco.dma.gpu
 from ficco.dma.memories import GATE
 from ficco.hip_kernels import build
+from ficco.hip_kernels.launch import Packed, SignalWords
 from ficco.problems.products import Problem
 from ficco.runtime.workspace import SLOTS, workspaces
 from ficco.schedules import Schedule, plans
@@ -98,27 +99,41 @@ def test_memory_is_freed_while_no_thread_has_a_call_in_flight(at: Rank) -> None:
     test_backwards_of_two_groups_at_once.body(at)
 
 
+#: HIP functions that wait for the device, and the one that frees what kernels in flight need.
+FREEING = ("hipFree", "hipHostFree", "hipIpcCloseMemHandle", "hipModuleUnload")
+
+
 @on_double(2)
 def test_opening_and_closing_free_nothing_beside_a_call(at: Rank) -> None:
-    """As above, with a call that stays half enqueued while another group opens and closes."""
+    """As above, with a call that stays half enqueued while two groups open, of which one fails."""
+    compiling(at, _beside_a_call)
+
+
+def _beside_a_call(at: Rank) -> None:
     from ficco.dma import hip_api
+
+    def freed() -> list[int]:
+        return [calls(name) for name in FREEING]
 
     x = torch.ones(2, 2)
     ficco.all_gather_matmul(x, x)
-    driver, group = engine().driver, dist.new_group(list(range(at.world)))
+    driver, groups = engine().driver, [dist.new_group() for _ in range(2)]
     stream, word = driver.stream_for("late").handle, driver.waitable("signal")
-    freed = [calls("hipFree") + calls("hipHostFree")]
+    before = freed()
     with GATE, mock.patch.object(ficco.dma.gpu, "CLOSE_S", 0.1):
         hip_api.wait_equal(stream, word, 1)
-        ficco.all_gather_matmul(x, x, group=group)
-        ficco.close(group)
-        freed.append(calls("hipFree") + calls("hipHostFree"))
+        ficco.all_gather_matmul(x, x, group=groups[0], schedule="growing:kernel")
+        ficco.close(groups[0])
+        double().double_fail(b"hipIpcGetMemHandle", 2, 2, 1)  # the second is of shared memory
+        failed = caught(lambda: ficco.all_gather_matmul(x, x, group=groups[1]))
+        ficco.close(groups[1])
+        assert freed() == before and failed.fields["call"] == "hipIpcGetMemHandle"
         ctypes.c_uint32.from_address(word).value = 1
-    assert hip_api.drain(stream) and freed[0] == freed[1]
+    assert hip_api.drain(stream)
     engine().graveyard.sweep()  # unmaps the memory of peers, who may then free it
     dist.barrier()
     ficco.close()
-    assert calls("hipFree") + calls("hipHostFree") > freed[1]
+    assert all(now > then for now, then in zip(freed(), before, strict=True))
 
 
 def _tiled(at: Rank) -> None:
@@ -876,8 +891,13 @@ def _violations(at: Rank) -> Violations:
     note("free of host memory as of a device", hip.hipFree(host))
     note("close of memory that is not mapped", hip.hipIpcCloseMemHandle(device))
 
+    module = get(hip.hipModuleLoadData(b"code"))
+    post = get(hip.hipModuleGetFunction(module, b"ficco_post"))
+    posted = Packed((SignalWords((fine,), (1,)), ctypes.c_uint32(1)))
     get(hip.hipStreamWriteValue32(stream, word, 0, 0))
     get(hip.hipStreamWaitValue32(stream, word, *FOR_ONE))
+    get(hip.hipModuleLaunchKernel(post, 1, 1, 1, 64, 1, 1, 0, stream, posted.address, None))
+    note("code unloaded while in use", hip.hipModuleUnload(module))
     note("free while in use", hip.hipFree(word))
     note("destroyed while busy", hip.hipStreamDestroy(stream))
     get(hip.hipSetDevice(1))
@@ -888,6 +908,7 @@ def _violations(at: Rank) -> Violations:
     get(hip.hipMemcpyDtoDAsync(device, device + 64, 64, stream))
     ctypes.c_uint32.from_address(word).value = 1
     drain(stream)
+    get(hip.hipModuleUnload(module))
     note("memory that is freed", hip.hipMemcpyDtoDAsync(device, far, 64, stream))
 
     inside: list[Any] = []
@@ -943,7 +964,7 @@ def _violations(at: Rank) -> Violations:
 
 def test_double_is_strict() -> None:
     (codes,) = run(1, _violations)
-    assert len(codes) == 40 and all(code.startswith("hipError") for code in codes.values())
+    assert len(codes) == 41 and all(code.startswith("hipError") for code in codes.values())
     assert codes["copy before peer access"] == "hipErrorPeerAccessNotEnabled"
     assert codes["wait on fine-grained memory"] == "hipErrorInvalidValue"
     assert codes["destroyed stream"] == "hipErrorInvalidHandle"

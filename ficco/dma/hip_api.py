@@ -2,8 +2,10 @@
 
 Two series of the binding are supported, of ROCm 7.2 and of ROCm 10. This module hides differences:
 
-- 7.2 holds the interpreter lock during every call. No call here waits for a stream, therefore:
-  waits poll, or else the watchdog would never run.
+- 7.2 holds the interpreter lock during every call. Waits for a stream therefore poll, or else the
+  watchdog would never run. Frees and the unmapping of a handle wait for all streams of the device
+  (``SyncAllStreams`` in AMD's ``hip_memory.cpp``), so they need a standstill. Calls that enqueue
+  wait only while a hardware queue is full.
 - 7.2 truncates a memory handle at its first zero byte. Handles are therefore read from memory.
 - Without a library both raise RuntimeError from the first call, not from the import. 7.2 finds the
   library by LD_LIBRARY_PATH only, 10 also by ROCM_PATH, ROCM_HOME and in /opt/rocm.

@@ -75,7 +75,7 @@ class HipBinding:
         hip.launch(kernel, blocks, 1, 1, threads, 1, 1, shared, stream, arguments.address, None)
 
     def close(self) -> None:
-        """Unload the code, which no stream may still use."""
+        """Unload the code, which no stream may still use. The runtime does not wait for it."""
         while self._modules:
             hip.unload_module(self._modules.pop())
 
@@ -441,8 +441,9 @@ class HipDriver(Driver):
     def close(self) -> None:
         frees = [partial(hip.free, address) for address in self._locals]
         frees += [partial(hip.free_host, address) for address in self._hosts]
+        # Unloading does not wait for kernels: only after a free has waited for the device.
+        frees += [binding.close for binding in [self._binding] if binding]
         steps = [partial(free_unshared, frees)]
-        steps += [partial(binding.close) for binding in [self._binding] if binding]
         steps += [partial(event.destroy) for event in self._events]
         carry_out([*steps, super().close])
 

@@ -293,8 +293,9 @@ def standstill(timeout_s: float) -> Iterator[bool]:
     """Wait until no call of this process is in flight, and let no call begin within the block.
 
     Yields False if another thread begins a call meanwhile, or if calls do not end in time. Freeing
-    memory waits for the device while PyTorch and hip-python 7.2 hold the interpreter lock: a call
-    that is half enqueued would never proceed, nor would its peers.
+    memory, and on AMD unmapping that of a peer, waits for the device while PyTorch and hip-python
+    7.2 hold the interpreter lock: a call that is half enqueued would never proceed, nor would its
+    peers.
     """
     passed, end = GATE.passed, time.monotonic() + timeout_s
     while True:
@@ -341,8 +342,7 @@ class Shared:
         except BaseException:
             self._meeting = None
             with contextlib.suppress(BackendError):  # raise the first error
-                engine.settle(side)
-                self.destroy()
+                free_unshared(partial(self._handles.free, address) for address in self.mine)
             raise
         self._graveyard.living.append(self)
 
@@ -464,7 +464,7 @@ class Graveyard:
 
 #: Memory that closing could not free in time: a peer, a tensor of the caller or a call used it.
 _leftovers: deque[Any] = deque()
-#: The calls that free memory that no peer maps, of closed engines.
+#: The calls that free memory that no peer maps, and unload code, of closed engines.
 _frees: deque[Callable[[], Any]] = deque()
 
 

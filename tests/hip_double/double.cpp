@@ -58,7 +58,7 @@
 
 namespace {
 
-enum Code {
+enum Error {
   Success = 0,
   InvalidValue = 1,
   OutOfMemory = 2,
@@ -160,7 +160,7 @@ std::atomic<int> violations{0};
 std::mutex saying;
 std::string said;  // all violations and leaks, for messages
 
-int violation(Code code, const char* format, ...) {
+int violation(Error code, const char* format, ...) {
   violations++;
   char text[512];
   va_list args;
@@ -237,8 +237,9 @@ std::atomic<int> sticky{0};  // as on a GPU, all later calls fail after an error
 constexpr size_t HEADER = 64, SMALL = 64, ARENA = 1 << 16, PAGE = 4096;
 constexpr uint64_t MAGIC = 0x6669'6363'6f68'6970;
 
-enum Kind { Device, Fine, Signal, Uncached, Host, Adopted };
-const char* const KINDS[] = {"device", "fine-grained", "signal", "uncached", "host", "adopted"};
+enum Kind { Device, Fine, Signal, Uncached, Host, Adopted, Code };
+const char* const KINDS[] = {"device", "fine-grained", "signal", "uncached",
+                             "host",   "adopted",      "code"};
 
 struct Header {
   uint64_t magic;
@@ -400,6 +401,7 @@ struct Event {
 
 struct Stream;
 using Uses = std::vector<std::shared_ptr<Memory>>;
+thread_local std::shared_ptr<Memory> launched;  // code of the kernel that this thread enqueues
 
 struct Work {
   std::function<void()> run;
@@ -547,6 +549,7 @@ struct Stream {
 
   // Enqueue work, or append it to the current capture of the stream.
   void add(Work next) {
+    if (launched) next.uses.push_back(launched);
     {
       std::lock_guard<std::mutex> held(capturing);
       if (capture) {
@@ -744,9 +747,10 @@ struct IpcMemHandle {
 };
 static_assert(sizeof(Handle) <= sizeof(IpcMemHandle));
 
-// Kernels, known by name only.
+// Kernels, known by name only. A module is memory of its code.
 struct Function {
   std::string name;
+  std::shared_ptr<Memory> code;
 };
 std::map<void*, std::vector<std::unique_ptr<Function>>>& modules() {
   static auto* instance = new std::map<void*, std::vector<std::unique_ptr<Function>>>;
@@ -764,7 +768,6 @@ int leaks() {
   }
   for (size_t i = 0; i < streams().size(); i++) report += "leak: a stream\n";
   for (size_t i = 0; i < events().size(); i++) report += "leak: an event\n";
-  for (size_t i = 0; i < modules().size(); i++) report += "leak: a module\n";
   for (size_t i = 0; i < graphs().size(); i++) report += "leak: a graph\n";
   fputs(report.c_str(), stderr);
   fflush(stderr);
@@ -1453,7 +1456,8 @@ static bool in_capture() {
     if (capture->thread == std::this_thread::get_id()) return true;
   return false;
 }
-// A free waits for all queues of the device, and hangs if one of them hangs.
+// A free waits for all queues of the device, as does closing a handle, and hangs if one of them
+// hangs. AMD's runtime: SyncAllStreams in hip_memory.cpp.
 static int settled(const char* call) {
   auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   while (!sticky && std::chrono::steady_clock::now() < end) {
@@ -1550,6 +1554,7 @@ API int hipIpcOpenMemHandle(void** pointer, IpcMemHandle reference, unsigned fla
 API int hipIpcCloseMemHandle(void* pointer) {
   ENTER("hipIpcCloseMemHandle");
   UNSAFE("hipIpcCloseMemHandle");
+  if (int code = settled("hipIpcCloseMemHandle")) return code;
   std::lock_guard<std::mutex> lock(table);
   auto entry = memories().find(static_cast<char*>(pointer));
   if (entry == memories().end() || !entry->second->mapped)
@@ -1993,8 +1998,8 @@ API int hipModuleLoadData(void** module, const void* image) {
   ENTER("hipModuleLoadData");
   UNSAFE("hipModuleLoadData");
   if (!image) return InvalidValue;
+  if (int code = allocate(module, SMALL, Code)) return code;
   std::lock_guard<std::mutex> lock(table);
-  *module = new char;
   modules()[*module];
   return Success;
 }
@@ -2005,17 +2010,22 @@ API int hipModuleGetFunction(void** function, void* module, const char* name) {
   if (entry == modules().end())
     return violation(InvalidHandle, "hipModuleGetFunction of %p, which is no module", module);
   if (!ARITHMETIC.count(name) && !KERNELS.count(name)) return latch(NotFound);
-  entry->second.push_back(std::make_unique<Function>(Function{name}));
+  auto code = memories().at(static_cast<char*>(module));
+  entry->second.push_back(std::make_unique<Function>(Function{name, code}));
   *function = entry->second.back().get();
   return Success;
 }
 API int hipModuleUnload(void* module) {
   ENTER("hipModuleUnload");
   UNSAFE("hipModuleUnload");
+  {
+    std::lock_guard<std::mutex> lock(table);
+    if (!modules().count(module))
+      return violation(InvalidHandle, "hipModuleUnload of %p, which is no module", module);
+  }
+  if (int code = release(module, false, "hipModuleUnload")) return code;
   std::lock_guard<std::mutex> lock(table);
-  if (!modules().erase(module))
-    return violation(InvalidHandle, "hipModuleUnload of %p, which is no module", module);
-  delete static_cast<char*>(module);
+  modules().erase(module);
   return Success;
 }
 API int hipModuleLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned,
@@ -2026,5 +2036,9 @@ API int hipModuleLaunchKernel(void* function, unsigned blocks, unsigned, unsigne
   auto stream = queue(handle, call, code);
   if (!stream) return code;
   if (!arguments || extra) return violation(InvalidValue, "%s without arguments", call);
-  return launch(static_cast<Function*>(function)->name, *stream, blocks, arguments);
+  auto* kernel = static_cast<Function*>(function);
+  launched = kernel->code;
+  code = launch(kernel->name, *stream, blocks, arguments);
+  launched = nullptr;
+  return code;
 }
