@@ -442,7 +442,7 @@ class HipDriver(Driver):
         frees = [partial(hip.free, address) for address in self._locals]
         frees += [partial(hip.free_host, address) for address in self._hosts]
         # Unloading does not wait for kernels: only after a free has waited for the device.
-        frees += [binding.close for binding in [self._binding] if binding]
+        frees += [partial(binding.close) for binding in [self._binding] if binding]
         steps = [partial(free_unshared, frees)]
         steps += [partial(event.destroy) for event in self._events]
         carry_out([*steps, super().close])
