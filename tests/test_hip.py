@@ -504,6 +504,16 @@ def test_unavailable_2d_copies_are_refused(at: Rank) -> None:
             exact(at, equal(2, 8, 8, 8, schedule="growing"), 0)
 
 
+@on_double(2)
+def test_wrong_choices_are_refused_at_once(at: Rank) -> None:
+    """Ranks whose signals differ would test different mechanisms."""
+    ways = ("", "signals=uncached")[at.rank], "copy=peer,copy=nocu", "copy=sdma"
+    differ = "signals: required the same value on all ranks, got none on rank 0, uncached on rank 1"
+    for way, error in zip(ways, (differ, *["each once, of signals="] * 2), strict=True):
+        with clean(), asking(way), pytest.raises(ficco.ConfigError, match=f"FICCO_HIP: .*{error}"):
+            exact(at, equal(2, 4, 4, 4, schedule="growing"), 0)
+
+
 @on_double(1)
 def test_memory_of_pytorch_only_on_request(at: Rank) -> None:
     """A PyTorch built for ROCm offers symmetric memory, but copies in it may run as kernels."""

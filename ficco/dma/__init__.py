@@ -145,8 +145,8 @@ def selected(engine: str) -> dict[str, str]:
     values: dict[str, str] = {}
     for setting in filter(None, map(str.strip, text.split(","))):
         option, _, value = setting.partition("=")
-        if option not in options or value not in options[option]:
+        if option in values or value not in options.get(option, ()):
             allowed = ", ".join(f"{key}={'|'.join(values)}" for key, values in options.items())
-            raise ConfigError(name, text, f"required a comma-separated list of {allowed}")
+            raise ConfigError(name, text, f"required a list with commas, each once, of {allowed}")
         values[option] = value
     return values

@@ -416,7 +416,8 @@ class Engine(ABC):
         if problem.transposed and self.packs_columns:
             return (
                 f"{problem.operator}: the {self.name} engine has no copies that leave gaps between "
-                "rows, which rows that lie as columns need"
+                "rows, which rows that lie as columns need; multiply by PyTorch, beside "
+                "ulysses_attention"
             )
         if why := self.unscaled(problem):
             return f"{problem.operator}: {why}"

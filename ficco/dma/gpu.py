@@ -844,7 +844,7 @@ class GpuEngine(WatchedEngine):
     def wordless(self) -> str:
         if self.means.words == "slot":
             return super().wordless()
-        return f"the {self.name} engine keeps its signal words where no kernel can wait"
+        return f"the {self.name} engine has no words where kernels can wait; gather by a collective"
 
     def untiled(self, problem: Problem, schedule: Schedule) -> str:
         if why := self.driver.untiled:

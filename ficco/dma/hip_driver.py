@@ -32,7 +32,7 @@ from ficco.dma.driver import WAIT_32, WORD, Copies, Driver, Mechanisms, MemOp, S
 from ficco.dma.gpu import GpuEngine
 from ficco.dma.host import Hosts, Meeting
 from ficco.dma.memories import Shared, free_unshared
-from ficco.errors import carry_out
+from ficco.errors import ConfigError, carry_out
 from ficco.hip_kernels.build import Target, can_compile
 from ficco.hip_kernels.launch import Kernels, Numbers, Packed
 from ficco.machine import find, nearest
@@ -217,6 +217,12 @@ class HipDriver(Driver):
     def _mechanism(self, engine: StreamEngine, meeting: Meeting) -> str:
         """The first signal mechanism that all ranks support."""
         wanted, mechanisms = self._selected.get("signals"), WAYS[self.name]["signals"]
+        values = meeting.gather((wanted or "none").ljust(max(map(len, mechanisms))).encode())
+        if len(set(values)) > 1:  # the ranks would test different mechanisms
+            pairs = zip(engine.hosts.here, values, strict=True)
+            each = ", ".join(f"{value.decode().strip()} on rank {rank}" for rank, value in pairs)
+            expected = f"required the same value on all ranks, got {each}"
+            raise ConfigError(variable(self.name), "signals", expected)
         tests = {
             "signal": self._shares_signals,
             "uncached": self._waits_on_uncached,

@@ -235,6 +235,7 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
         ("--selftest --device tpu", "required one of cpu, cuda"),
         ("--report report.md", "required with --selftest"),
         ("--selftest --read report.md", "--read: required without --selftest"),
+        ("--report new.md --read old.md", "--read: required without --selftest and --report"),
         ("--read /nowhere/report.md", "got /nowhere/report.json, which cannot be read"),
         ("--selftest --device cpu --report /nowhere/at/all.md", "--report: required"),
         ("--selftest --device cpu --report /", "--report: required"),

@@ -775,6 +775,12 @@ def test_a_doctor_that_hangs(monkeypatch: Any) -> None:
     assert "| any speed | not tried | no row |" in selftest.run.claims(report)
 
 
+def test_a_report_without_a_part_is_refused(tmp_path: Path, ran: Any) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"format": selftest.run.FORMAT, "engine": "hip"}))
+    assert "required a whole report, got" in ran("doctor --read", path, code=2).err
+
+
 def test_a_report_is_read_back_and_limits_copies(
     tmp_path: Path, monkeypatch: Any, ran: Any
 ) -> None:

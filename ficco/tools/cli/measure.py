@@ -544,8 +544,8 @@ def add_doctor(parser: Any) -> None:
 def run_doctor(arguments: argparse.Namespace) -> int:
     from ficco.tools import doctor
 
-    if arguments.read and arguments.selftest:
-        raise ValueError("--read: required without --selftest, whose report it reads")
+    if arguments.read and (arguments.selftest or arguments.report):
+        raise ValueError("--read: required without --selftest and --report, which write a report")
     if arguments.read:
         return _read(arguments.read)
     if arguments.selftest:
@@ -601,9 +601,13 @@ def _read(path: Path) -> int:
     from ficco.tools.selftest import run as selftest
 
     report = selftest.read(path)
-    none = [f"docs/api/amd-claims.md makes no claims about the engine {report['engine']}"]
-    print("\n".join(selftest.claims(report) or none))
-    machine, where = selftest.machine(report), path.with_suffix(".yaml")
+    try:
+        claims, machine = selftest.claims(report), selftest.machine(report)
+        none = [f"docs/api/amd-claims.md makes no claims about the engine {report['engine']}"]
+    except KeyError as missing:
+        raise ValueError(f"--read: required a whole report, got {path} without {missing}") from None
+    where = path.with_suffix(".yaml")
+    print("\n".join(claims or none))
     if machine is None:
         print("no machine file: the report has no figures of the machine", file=sys.stderr)
         return 0
