@@ -182,6 +182,7 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
             "--workspace-bytes: required an operator that gathers",
         ),
         ("growing --world 0", "--world: required"),
+        (f"growing --m {1 << 25} --n {1 << 40}", "out: required at most 281474976710656 elements"),
         ("growing --m 6400 --world 64 --promela -", "required at most 255 processes, got 258"),
     ),
     "plan": (
