@@ -605,7 +605,11 @@ sys.exit(main())
 """
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
-    words = "explain --m 64 --n 64 --k 64 --machine h200-4".split()
+@pytest.mark.parametrize("command", ["explain", "simulate growing"])
+def test_a_reader_that_leaves_is_no_error(command: str, tmp_path: Path) -> None:
+    words = f"{command} --m 64 --n 64 --k 64 --machine h200-4".split()
     ended = Program(tmp_path, "left", READER_LEAVES, words, {}).end(time.monotonic() + 120)
     assert ended == (141, "", "")
+    closed = "import sys; sys.stdout = None; from ficco.tools.cli import main; sys.exit(main())"
+    ended = Program(tmp_path, "closed", closed, words, {}).end(time.monotonic() + 120)
+    assert ended == (0, "", "")

@@ -186,9 +186,9 @@ def main() -> int:
         return f"{PROGRAM}: warning: {text}\n"
 
     warnings.formatwarning = in_a_line
-    code = run(sys.argv[1:])
     if sys.stdout is None:  # closed from the start
-        return code
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    code = run(sys.argv[1:])
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     if not _reader_left():
