@@ -25,6 +25,7 @@ from docs.make import (
     machine_fields,
     overlap,
     paper,
+    parsed,
     readme,
     regret,
     reproduced,
@@ -459,4 +460,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    parsed(__doc__)
     sys.exit(main())

@@ -5,12 +5,12 @@ python -m docs.make.hosts_layers [docs/results/hosts-simulated.md]
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from docs.make import parsed
 from ficco.heuristics import decide, problem_of_sizes
 from ficco.heuristics.decide import described
 from ficco.heuristics.model import bounds
@@ -159,11 +159,10 @@ def _lost(machines: list[Machine]) -> str:
     return f"Four hosts are no faster than two for {', '.join(cases)}." if cases else ""
 
 
-def main() -> None:
-    path = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results/hosts-simulated.md")
+def main(path: Path) -> None:
     path.write_text(page(f"python -m docs.make.hosts_layers {path}"))
     print(f"wrote {path}")
 
 
 if __name__ == "__main__":
-    main()
+    main(parsed(__doc__, "page", nargs="?", default="docs/results/hosts-simulated.md"))

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from docs.make import parsed
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = "ficco", "tests", "benchmarks", "examples"
 CHECKED = [ROOT / name for name in (*CODE, "docs", "README.md", "CONTRIBUTING.md")]
@@ -51,10 +53,10 @@ class Match(NamedTuple):
     advice: str
 
 
-def paths(arguments: list[str]) -> list[Path]:
+def paths(arguments: list[Path]) -> list[Path]:
     """Python files and pages of the arguments, or of all code and pages."""
     files: list[Path] = []
-    for root in [Path(name).resolve() for name in arguments] or CHECKED:
+    for root in [path.resolve() for path in arguments] or CHECKED:
         files += [root] if root.is_file() else root.rglob("*.*")
     return sorted(
         path for path in files if path.suffix in (".py", ".md") and "results" not in path.parts
@@ -103,7 +105,7 @@ def matches(path: Path) -> Iterator[Match]:
                 yield Match(f"{path}:{line}", name, "say what the value is")
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[Path]) -> int:
     shown = [match for path in paths(arguments) for match in matches(path)]
     for place, text, advice in shown:
         print(f"{place}: {text!r}: {advice} (CONTRIBUTING.md, Language)")
@@ -111,4 +113,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(parsed(__doc__, "paths", nargs="*")))

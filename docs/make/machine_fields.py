@@ -8,14 +8,13 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import sys
-from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from math import isfinite
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+from docs.make import parsed
 from docs.make.readme import put_between
 from ficco.machine import Machine, Provenance, configs, files, load
 from ficco.machine.model import OneOf, Points, Quantity
@@ -173,12 +172,11 @@ def _source(block: Any) -> str:
     return block.provenance.source if block else ""
 
 
-def main(words: Sequence[str]) -> None:
-    page = Path(words[0] if words else "docs/api/machine-file.md")
+def main(page: Path) -> None:
     put_between(page, "fields", text())
     put_between(page, "shipped", shipped())
     print(f"wrote {page}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(parsed(__doc__, "page", nargs="?", default="docs/api/machine-file.md"))

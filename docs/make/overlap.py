@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from docs.make import parsed
 from ficco.heuristics.families import family_of
 from ficco.machine import find
 from ficco.schedules import Schedule
@@ -155,4 +156,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parsed(__doc__)
     main()

@@ -5,7 +5,6 @@ python -m docs.make.paper [docs/results/mi300x-simulated.md]
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from statistics import geometric_mean
 
 import pandas as pd
 
+from docs.make import parsed
 from ficco.heuristics.candidates import suited
 from ficco.machine import Machine, Provenance, find
 from ficco.problems.products import Problem
@@ -339,4 +339,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results/mi300x-simulated.md"))
+    main(parsed(__doc__, "page", nargs="?", default="docs/results/mi300x-simulated.md"))

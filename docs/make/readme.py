@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from benchmarks.transformers_step import ROWS
+from docs.make import parsed
 from ficco.errors import ConfigError
 from ficco.tools.bench.frames import (
     ATTENTION,
@@ -246,4 +247,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parsed(__doc__)
     main()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from docs.make import parsed
 from docs.make.paper import STUDIED_2D
 from docs.make.readme import put_between
 from docs.make.regret import NEAR, TITLE, by_plan, plain
@@ -351,4 +352,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parsed(__doc__)
     main()

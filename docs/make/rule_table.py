@@ -5,10 +5,10 @@ python -m docs.make.rule_table [docs/results/choosing.md]
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from docs.make import parsed
 from docs.make.readme import put_between
 from ficco.heuristics import Observation, fit_thresholds, rule
 from ficco.heuristics.candidates import suited
@@ -106,4 +106,4 @@ def main(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results/choosing.md"))
+    main(parsed(__doc__, "page", nargs="?", default="docs/results/choosing.md"))

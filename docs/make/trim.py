@@ -15,6 +15,7 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
+from docs.make import parsed
 from docs.make.check import DOCS, RESULTS, header, result_files
 from ficco.tools.bench.frames import Schema, append
 
@@ -56,4 +57,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parsed(__doc__)
     main()

@@ -45,7 +45,7 @@ def read(path: Path, world: int | None = None) -> list[Problem]:
         ConfigError: the file cannot be read, or a line does not describe a problem.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8", "replace").splitlines()
     except OSError as error:
         raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
     logged: dict[Problem, None] = {}
@@ -61,7 +61,7 @@ def read(path: Path, world: int | None = None) -> list[Problem]:
             extra: Any = {"blocks": blocks, "scaling": scaling, "hosts": data.get("hosts", 1)}
             extra["transposed"] = data.get("transposed", False)
             logged[Problem(str(data["operator"]), *sizes, **extra)] = None
-        except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RuntimeError) as error:
             why = f"{type(error).__name__}: {error}"
             expected = f"required a problem as options(log_problems=...) writes it: {why}"
             raise ConfigError(str(path), f"line {number}", expected) from None

@@ -51,8 +51,23 @@ from ficco.proof.steps import Steps
 __all__ = ["PlanError", "check"]
 
 
+#: Most elements of a matrix: with them, all numbers of a proof fit into 64 bits.
+MOST_ELEMENTS = 1 << 48
+
+
 def check(plans: Sequence[Plan]) -> None:
-    """Prove the Plans of all ranks of a Problem, or raise :class:`PlanError`."""
+    """Prove the Plans of all ranks of a Problem, or raise :class:`PlanError`.
+
+    Raises:
+        ValueError: a matrix has more than 2**48 elements.
+    """
+    for buffer in plans[0].buffers if plans else ():
+        for rows, cols in buffer.shapes:
+            if rows * cols > MOST_ELEMENTS:
+                raise ValueError(
+                    f"{buffer.name}: required at most {MOST_ELEMENTS} elements of a matrix, got "
+                    f"{rows} x {cols}"
+                )
     with paused():
         _prove(plans)  # returns before the collector runs again, so that it sees no objects
 

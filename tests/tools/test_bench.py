@@ -132,10 +132,11 @@ def test_shapes_are_read_from_a_file(tmp_path: Path) -> None:
     assert cases.read(path) == [Case("one", 64, 8, 16, "float32")]
     with pytest.raises(ConfigError, match="none.csv"):
         cases.read(tmp_path / "none.csv")
-    negative = b"name,m,n,k\none,64,-8,16\n"
-    for junk in (negative, b"\x81\x00\xff", b'name,m\n"' + b"a" * 200_000):
+    negative, twice = (b"name,m,n,k\none,64,%d,16\none,64,9,16\n" % n for n in (-8, 8))
+    messages = {negative: "line 2, column n", twice: "another name for each .* got 'one' 2 times"}
+    for junk in (*messages, b"\x81\x00\xff", b'name,m\n"' + b"a" * 200_000):
         path.write_bytes(junk)
-        message = "line 2, column n" if junk is negative else "shapes.csv"
+        message = messages.get(junk, "shapes.csv")
         with pytest.raises(ConfigError, match=message):
             cases.read(path)
 

@@ -87,11 +87,10 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
     monkeypatch.setattr("ficco.tools.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
     file = tmp_path / "file"
     file.touch()
-    for out, reason in ((file, f"{file} (File exists)"), (tmp_path, f"{tmp_path}\n")):
+    for out, reason in ((file, "File exists"), ("/proc", "No such file or directory")):
         for command in ("demo", "bench"):
-            message = f"--out: required a folder that can be written to, got {reason}"
+            message = f"--out: required a folder that can be written to, got {out} ({reason})"
             assert message in ran(f"{command} --device cpu --out", out, code=2).err
-        monkeypatch.setattr(os, "access", lambda *_: False)  # a user who is not root
 
 
 # plan
@@ -183,6 +182,7 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
             "--workspace-bytes: required an operator that gathers",
         ),
         ("growing --world 0", "--world: required"),
+        (f"growing --m {1 << 25} --n {1 << 40}", "out: required at most 281474976710656 elements"),
         ("growing --m 6400 --world 64 --promela -", "required at most 255 processes, got 258"),
     ),
     "plan": (
@@ -239,6 +239,7 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
         ("--read /nowhere/report.md", "got /nowhere/report.json, which cannot be read"),
         ("--selftest --device cpu --report /nowhere/at/all.md", "--report: required"),
         ("--selftest --device cpu --report /", "--report: required"),
+        ("--selftest --device cpu --report /proc/at.md", "got /proc/at.md (No such file"),
     ),
     "": (
         ("nothing", "ficco: error: command: required one of demo, explain, plan, "),
@@ -605,7 +606,11 @@ sys.exit(main())
 """
 
 
-def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
-    words = "explain --m 64 --n 64 --k 64 --machine h200-4".split()
+@pytest.mark.parametrize("command", ["explain", "simulate growing"])
+def test_a_reader_that_leaves_is_no_error(command: str, tmp_path: Path) -> None:
+    words = f"{command} --m 64 --n 64 --k 64 --machine h200-4".split()
     ended = Program(tmp_path, "left", READER_LEAVES, words, {}).end(time.monotonic() + 120)
     assert ended == (141, "", "")
+    closed = "import sys; sys.stdout = None; from ficco.tools.cli import main; sys.exit(main())"
+    ended = Program(tmp_path, "closed", closed, words, {}).end(time.monotonic() + 120)
+    assert ended == (0, "", "")

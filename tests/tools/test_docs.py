@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,18 @@ def test_language(name: str, text: str, lines: list[int], tmp_path: Path) -> Non
     page = tmp_path / name
     page.write_text(text)
     assert [match.place for match in language.matches(page)] == [f"{page}:{i}" for i in lines]
+
+
+SCRIPTS = {path.stem: path for path in Path(check.__file__).parent.glob("[!_]*.py")}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_prints_its_help(name: str, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    monkeypatch.setattr("pathlib.Path.write_text", lambda *_: pytest.fail("wrote a page"))
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPTS[name]), run_name="__main__")
+    assert (ended.value.code, capsys.readouterr().out[:6]) == (0, "usage:")
 
 
 #: A check, a page, and a text whose change the check must detect.

@@ -697,8 +697,15 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, ran
     decisions = json.loads(ran(f"{explain} --json").out)
     schedules = [decision["schedule"] for decision in decisions]
     assert [line.split(": ")[1].split(" ")[0] for line in lines] == schedules
-    for wrong, message in (("--m 4", "--from-log: required without --m"), ("--world 5", "none")):
+    for wrong, message in (
+        ("--m 4", "--from-log: required without --m"),
+        ("--operator experts", "--from-log: required without --operator"),
+        ("--world 5", "none"),
+    ):
         assert message in ran(f"{explain} {wrong}", code=2).err
+    for junk in (b"\xff", b"[" * 100_000, b'{"rows": [1], "n": 1e999}'):
+        (tmp_path / "junk").write_bytes(junk)
+        assert "line 1: required" in ran(f"explain --from-log {tmp_path}/junk", code=2).err
 
     machine_file(path)
     chosen = (problems[4], scaled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -284,8 +285,8 @@ def read(path: Path, only: str = "") -> list[Case]:
     rank of eight has an eighth; ``set``: ``only`` takes the lines of one set.
 
     Raises:
-        ConfigError: a column is missing, a size is not a whole number above 0, or there is no such
-            operator.
+        ConfigError: a column is missing, a size is not a whole number above 0, there is no such
+            operator, or shapes of an operator share a name.
     """
     from ficco.tools.bench.frames import read_text
 
@@ -293,7 +294,12 @@ def read(path: Path, only: str = "") -> list[Case]:
     if not rows:
         raise ConfigError(str(path), "file", "required a header and one line per shape, got none")
     lines = enumerate(rows, 2)
-    return [_case(path, line, row) for line, row in lines if not only or row["set"] == only]
+    read = [_case(path, line, row) for line, row in lines if not only or row["set"] == only]
+    for (name, operator), number in Counter((one.name, one.operator) for one in read).items():
+        if number > 1:  # their times would be taken for those of one shape
+            wanted = f"required another name for each shape of {operator}, got {name!r} {number}"
+            raise ConfigError(str(path), "column name", f"{wanted} times")
+    return read
 
 
 def _case(path: Path, line: int, row: dict[str, str]) -> Case:

@@ -338,7 +338,9 @@ def show(
         style = "bold" if number in bold else ""
         table.add_row(*map(escape, row), style=style, end_section=number in sections)
     console = Console(width=None if sys.stdout.isatty() else width)
-    console.print(table, highlight=False)
+    with console.capture() as captured:  # rich would end the process where the reader has left
+        console.print(table, highlight=False)
+    print(captured.get(), end="")
 
 
 #: Meanings of headings and of rows of tables on a terminal.

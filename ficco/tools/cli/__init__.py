@@ -26,6 +26,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ficco.errors import ConfigError, FiccoError, InvalidArgument
@@ -185,9 +186,9 @@ def main() -> int:
         return f"{PROGRAM}: warning: {text}\n"
 
     warnings.formatwarning = in_a_line
-    code = run(sys.argv[1:])
     if sys.stdout is None:  # closed from the start
-        return code
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    code = run(sys.argv[1:])
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     if not _reader_left():
@@ -509,11 +510,12 @@ def command() -> str:
 
 def writable(folder: Path) -> Path:
     """A folder of ``--out``, which is created; refused before anything is measured in vain."""
-    why = ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        why = f" ({error.strerror})"
-    if why or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--out: required a folder that can be written to, got {folder}{why}")
+        raise ValueError(
+            f"--out: required a folder that can be written to, got {folder} ({error.strerror})"
+        ) from None
     return folder

@@ -579,8 +579,14 @@ def _selftest(arguments: argparse.Namespace) -> int:
     path = arguments.report or Path(f"ficco-selftest-{date.today()}.md")
     path = path.with_suffix(".md") if path.suffix == ".json" else path
     for one in (path, path.parent / f"{path.stem}.json"):
-        if one.is_dir() or not os.access(one if one.exists() else one.absolute().parent, os.W_OK):
-            raise ValueError(f"--report: required a file that can be written, got {one}")
+        existed = one.exists()
+        try:
+            one.open("a").close()
+        except OSError as error:
+            why = f"required a file that can be written, got {one} ({error.strerror})"
+            raise ValueError(f"--report: {why}") from None
+        if not existed:
+            one.unlink()
     about = selftest.about() if arguments.device != "cpu" else {}
     if obstacle := about.get("obstacle"):
         raise ValueError(f"{obstacle}. With --device cpu the engine for CPUs is tested")

@@ -178,7 +178,7 @@ def _print_rows(rows: pd.DataFrame, heading: str, sizes: str) -> None:
     text = pd.DataFrame({**columns, "of ideal": cells(rows["share"].where(~bound))})
     tables: list[pd.DataFrame] = []
     starts, ends = [], []
-    for case, mine in rows.groupby("case", sort=False):
+    for (case, *_), mine in rows.groupby(["case", *"mnk"], sort=False):
         sizes_text = ", ".join(str(mine[name].iloc[0]) for name in "mnk")
         title = sizes_text if case == sizes_text.replace(", ", "x") else f"{case}: {sizes_text}"
         title = title if mine["m"].iloc[0] else sizes
@@ -365,11 +365,11 @@ def _from_log(arguments: argparse.Namespace) -> int:
     from ficco.heuristics import decide
     from ficco.ops import problem_log
 
-    for name in (*cli.sizes(arguments), "rows", "measure", "draw"):
+    for name in (*cli.sizes(arguments), "operator", "rows", "measure", "seconds", "draw"):
         if getattr(arguments, name) not in (None, False):
             raise ValueError(
-                f"--from-log: required without --{name.replace('_', '-')}, since the problems of "
-                "the log have sizes; leave one of the two out"
+                f"--from-log: required without --{name.replace('_', '-')}, since the log has the "
+                "problems; leave one of the two out"
             )
     problems = problem_log.read(arguments.from_log, arguments.world)
     if not problems:
