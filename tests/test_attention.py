@@ -418,6 +418,9 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((Q, K, K), {"schedule": 3}, "schedule"),
     ((Q, K, K), {"scale": "1"}, "scale"),
     ((Q, K, K), {"scale": True}, "scale"),
+    ((Q, K, K), {"scale": 10**400}, "scale: required a finite number"),
+    ((Q, K, K), {"scale": float("nan")}, "scale: required a finite number"),
+    ((Q, K, K), {"scale": -1.0, "causal": True}, "negate q"),
     ((Q, K, K), {"causal": 1}, "causal"),
     *(((Q, K, K), {"cu_seqlens": bounds}, ON_THE_HOST) for bounds in BAD_BOUNDS),
 ]

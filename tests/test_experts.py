@@ -223,6 +223,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"weights": torch.ones(4, 2).long()}, "floating-point"),
     ({"capacity": 0}, "at least 1 row"),
     ({"capacity": 1.5}, "at least 1 row"),
+    ({"capacity": 10**20}, "at most 274877906944 for each of 4 experts"),
+    ({"indices": torch.ones(4, 2).to(torch.uint16)}, "whole numbers"),
     ({"activation": "tanh"}, "relu, silu, gelu"),
     ({"activation": ["relu"]}, "relu, silu, gelu"),
     ({"up": torch.ones(2, 8, 6).to_sparse()}, "up: sparse tensors are not served"),

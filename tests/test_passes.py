@@ -584,6 +584,14 @@ def test_ranks_in_columns_are_summed_over(groups: dict[int, Any]) -> None:
     assert node.args[0].meta["val"].shape == (1, 8) and node.meta["val"].shape == (4, 3)
 
 
+def test_a_view_that_nothing_uses_goes(groups: dict[int, Any]) -> None:
+    def run(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
+        (a := gather(x, 1, g)).view(-1, 8)
+        return a @ w
+
+    assert passes.replace(trace(run, [torch.ones(shape) for shape in BATCH], groups[2]))
+
+
 def test_a_product_is_taken_once(groups: dict[int, Any]) -> None:
     graph = trace(lambda x, w, g: scatter(gather(x, 0, g) @ w, 0, g), ONES, groups[2])
     first, second = passes.replace(graph)

@@ -234,6 +234,18 @@ def _routed(at: Rank) -> None:
     same([once(*operands, unlimited)[0]], [layer(*operands, unlimited)[0]])
 
 
+def _compiled_autograd(at: Rank) -> None:
+    """Compiled autograd does not trace the engine in the backward of an eager call."""
+    inputs, again = experts(at), experts(at)
+    out, *expected = trained(layer := expert_layer(capacity=3), inputs, 4)
+    weights = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).cos()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        counter = CompileCounterWithBackend("eager")
+        torch.compile(lambda out: out.backward(weights), backend=counter)(layer(*again))
+        assert counter.frame_count < 5  # 20 with functions of the engine
+    same([operand.grad for operand in again[:4] if operand.grad is not None], expected)
+
+
 def _refused(at: Rank) -> None:
     q, k, v = operands(at)
     x, *weights = projections(at)
@@ -263,7 +275,8 @@ def _refused(at: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [_dynamic, _subset, _flops, _no_grad, _layer, _sdpa, _routed, _refused]
+    "check",
+    [_dynamic, _subset, _flops, _no_grad, _layer, _sdpa, _routed, _compiled_autograd, _refused],
 )
 def test_traced(check: Callable[[Rank], None]) -> None:
     run(2, check)

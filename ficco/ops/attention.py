@@ -41,6 +41,9 @@ NAME = "all_gather_attention"
 #: On GPUs, the largest head size, and the number that head sizes are multiples of.
 MOST_SIZE, MULTIPLE = 256, 8
 
+#: Largest scale of scores, in C++ a double.
+MOST_SCALE = torch.finfo(torch.float64).max
+
 
 @tells_refusals
 def all_gather_attention(
@@ -79,7 +82,7 @@ def all_gather_attention(
 
     Args:
         causal: a query attends to no later position.
-        scale: factor of the scores; 1 / sqrt(size) by default.
+        scale: factor of the scores, above 0 if ``causal``; 1 / sqrt(size) by default.
         placement: the positions that rank r holds. ``"ranks"``: the r-th part of the sequence.
             ``"head-tail"``: chunks r and 2 W - 1 - r out of 2 W, in this order, which balances the
             work of causal calls, as in
@@ -290,6 +293,12 @@ def check_asked(facts: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: required a number or None, got {value!r}; pass one")
     if not isinstance(facts["causal"], bool):
         raise ValueError(f"causal: required True or False, got {facts['causal']!r}")
+    scale = facts["scale"]
+    if scale is not None and not (abs(scale) <= MOST_SCALE and (scale > 0 or not facts["causal"])):
+        raise ValueError(
+            "scale: required a finite number, above 0 with causal=True since libraries also "
+            f"multiply the -inf of masked scores by it, got {scale!r}; negate q for a negative one"
+        )
     if facts["cu_seqlens"] != ():
         check_bounds(facts["cu_seqlens"])
     placement = facts.get("placement", PLACEMENTS[0])

@@ -236,6 +236,7 @@ class Record:
         results = self.forward(request, operands, needs)
         return (results[0],), self.saved((*operands, *results), needs)
 
+    @torch._disable_dynamo  # compiled autograd would trace it, and the engine below it
     def _eager_backward(
         self, request: Request, grads: Gradients, saved: Any, needs: Needs
     ) -> Gradients:

@@ -23,6 +23,7 @@ from ficco.ops.entry import check_traced, tells_refusals
 from ficco.ops.operands import check_dense, process_group
 from ficco.ops.record import Declared, declare, overload
 from ficco.options import current
+from ficco.problems.specification import MOST
 from ficco.runtime.board import COUNTS
 from ficco.runtime.workspace import Workspace, workspace_for, workspaces
 
@@ -34,6 +35,9 @@ OVERFLOWS = ("drop", "again")
 
 #: Name of the operator in errors and on the board.
 NAME = "route"
+
+#: Dtypes of indices. PyTorch has too few operations for wider unsigned ones.
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Placed(NamedTuple):
@@ -357,18 +361,18 @@ def _asking(
 def check_route(indices: torch.Tensor, experts: int, capacity: int | None, overflow: str) -> None:
     """Raise ``ValueError`` for arguments of :func:`route` that are invalid in any call."""
     check_dense(indices=indices)
-    not_integer = indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool
-    if indices.dim() != 2 or not_integer:
+    if indices.dim() != 2 or indices.dtype not in _INTEGERS:
         raise ValueError(
             f"indices: required whole numbers [t, top_k], got {indices.dtype} of shape "
-            f"{list(indices.shape)}; reshape them"
+            f"{list(indices.shape)}; pass int64 of that shape"
         )
-    if type(experts) is not int or experts < 1:
-        raise ValueError(f"experts: required at least 1 in all, got {experts!r}")
-    if capacity is not None and (type(capacity) is not int or capacity < 1):
+    if type(experts) is not int or not 1 <= experts <= MOST:
+        raise ValueError(f"experts: required at least 1 in all, at most {MOST}, got {experts!r}")
+    most = MOST // experts
+    if capacity is not None and (type(capacity) is not int or not 1 <= capacity <= most):
         raise ValueError(
-            f"capacity: required at least 1 row, or None for as many as are needed, got "
-            f"{capacity!r}"
+            f"capacity: required at least 1 row and at most {most} for each of {experts} experts, "
+            f"or None for as many as are needed, got {capacity!r}; pass such an int"
         )
     if overflow not in OVERFLOWS:
         raise ValueError(f"on_overflow: required one of {', '.join(OVERFLOWS)}, got {overflow!r}")

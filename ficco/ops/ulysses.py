@@ -88,7 +88,7 @@ def ulysses_attention(
 
     Args:
         causal: a query attends to no later position.
-        scale: factor of the scores; 1 / sqrt(size) by default.
+        scale: factor of the scores, above 0 if ``causal``; 1 / sqrt(size) by default.
         window: with ``causal``, a query attends to its own position and at most ``window`` earlier
             ones.
         cu_seqlens: first position of each packed sequence, followed by S; on the host. A query

@@ -232,7 +232,7 @@ def prologue(call: CollectiveCall) -> Prologue:
             if write is not None:
                 why = f"{write.name} may write to the operand before the product"
                 raise Leave(why, chosen.node)
-        views = {node for leaf in leaves for relayout in leaf.relayouts for node in relayout.nodes}
+        views = {node for wait in call.results[1:] for node in _views(wait)}
         chain = tuple(sorted(views, key=position.__getitem__))
         where = name, call, (chosen,), rows, chain, place
         return Prologue(*where, hoisted, others, converts, scale, scale_chain)
@@ -314,6 +314,15 @@ def _leaves(node: Node, order: Order | None, relayouts: tuple[Relayout, ...]) ->
         except Unclear:
             after = None
         yield from _leaves(relayout.result, after, (*relayouts, relayout))
+
+
+def _views(node: Node) -> set[Node]:
+    """The nodes of all relayouts that follow a node, including those that nothing uses."""
+    views: set[Node] = set()
+    for _, relayout in relayouts_from(node):
+        if relayout is not None and relayout.result not in views:
+            views |= {*relayout.nodes, *_views(relayout.result)}
+    return views
 
 
 def _candidate(call: CollectiveCall, leaf: Leaf) -> tuple[MatrixProduct, Order, Relayout | None]:
