@@ -366,7 +366,7 @@ class GradientSums(_Hook):
         most = max(1, room // ((world - 1) * out.itemsize))
         factor = 1 / world if op == dist.ReduceOp.AVG else 1.0
         if op == dist.ReduceOp.PREMUL_SUM:
-            factor = op.__getstate__()[1]
+            factor = float(op.__getstate__()[1])  # a tensor would be a new kind of call
         with carried(self.options):
             for first, last in cut(out.shape[1], -(-out.shape[1] // most)):
                 call = WeightCall(SUM, grads[:, first:last], out[:, first:last], factor)

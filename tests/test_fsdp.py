@@ -234,7 +234,8 @@ def all_gathers(at: Rank) -> None:
 
 
 def all_sums(at: Rank) -> None:
-    operations = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.25)  # type: ignore[attr-defined]
+    scaled = dist._make_nccl_premul_sum(torch.tensor(0.25))  # type: ignore[attr-defined]
+    operations = dist.ReduceOp.SUM, dist.ReduceOp.AVG, scaled
     with hooks() as (_, sums, fallback), mock.patch.object(fsdp, "SUM_BYTES", 256):
         for step, op in enumerate(operations):
             dtypes = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -252,6 +253,8 @@ def all_sums(at: Rank) -> None:
                     assert torch.equal(out.cpu(), expected), (op, dtype, count, room)
                     assert torch.equal(source.cpu(), terms[at.rank].flatten())
         assert not fallback.calls
+        kinds = [kind for w in workspaces(dist.group.WORLD) for kind in w.programs.values()]
+        assert {kind.plan.problem.factor for kind in kinds} == {1, 1 / at.world, 0.25}
 
 
 def sums_in_order(at: Rank) -> None:
