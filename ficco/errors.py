@@ -96,6 +96,8 @@ def _unequal(calls: Iterable[str]) -> str:
     names = " ".join(call.partition("(")[0] for call in calls)
     if "attention" in names:
         return "; attention takes equal parts of a sequence: pad the sequence"
+    if "fsdp_" in names:
+        return "; ranks of FSDP2 run the same modules, with gradients of the same weights"
     exchanges = "all_gather", "all_to_all", "reduce_scatter"
     return "; unequal shards need rows=" if any(name in names for name in exchanges) else ""
 

@@ -7,6 +7,7 @@ The operator itself is :class:`WeightProblem`, :class:`WeightRoute` and :func:`w
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -304,9 +305,7 @@ class Gathers(_Hook):
             workspace = workspace_of(self.param_group._all_gather_process_group, device, GATHER)
             workspace.raise_error()
             tensor = _take(workspace, int(size[0]), dtype, self.limit) if size[0] else None
-        if tensor is None:
-            tensor = self.before.allocate(size, dtype=dtype, device=device)
-        return tensor
+        return self.before.allocate(size, dtype=dtype, device=device) if tensor is None else tensor
 
     @torch._disable_dynamo
     def __call__(
@@ -320,7 +319,8 @@ class Gathers(_Hook):
         with carried(self.options):
             workspace = workspace_for(group, output_tensor, "output_tensor", GATHER, self.options)
             if output_tensor.untyped_storage().data_ptr() not in workspace.allocations:
-                counters.stays(group.group_name, "all-gather", "buffer_bytes leaves no room for it")
+                if output_tensor.numel():  # else there is nothing to gather
+                    counters.stays(group.group_name, "all-gather", "no room", "raise buffer_bytes")
                 work: dist.Work | None = self.before(output_tensor, input_tensor, group, async_op)
                 return work
             container = getattr(torch, CONTAINERS[min(output_tensor.itemsize, max(CONTAINERS))])
@@ -356,10 +356,9 @@ class GradientSums(_Hook):
         """Sum the slices of all ranks for this rank."""
         dtype, world = str(output_tensor.dtype).removeprefix("torch."), group.size()
         dtypes = [one for one in SUMS if output_tensor.is_cpu or one != "float64"]
-        sums = any(op == one for one in SUMMING)  # PyTorch compares in this order only
-        if not sums or dtype not in dtypes or not output_tensor.numel():
+        if dtype not in dtypes or not any(op == one for one in SUMMING):  # not `one == op`
             why = f"required a sum or a mean of {', '.join(dtypes)}, got {op} of {dtype}"
-            counters.stays(group.group_name, "reduce-scatter", why)
+            counters.stays(group.group_name, "reduce-scatter", why, "see docs/fsdp.md")
             work: dist.Work | None = self.before(output_tensor, input_tensor, group, op, async_op)
             return work
         grads, out = input_tensor.view(world, -1), output_tensor.view(1, -1)
@@ -367,7 +366,7 @@ class GradientSums(_Hook):
         most = max(1, room // ((world - 1) * out.itemsize))
         factor = 1 / world if op == dist.ReduceOp.AVG else 1.0
         if op == dist.ReduceOp.PREMUL_SUM:
-            factor = op.__getstate__()[1]
+            factor = float(op.__getstate__()[1])  # a tensor would be a new kind of call
         with carried(self.options):
             for first, last in cut(out.shape[1], -(-out.shape[1] // most)):
                 call = WeightCall(SUM, grads[:, first:last], out[:, first:last], factor)
@@ -422,14 +421,15 @@ def use(
         RankMismatch: the ranks have different models or arguments.
     """
     sharded = _checked(model, reduce_scatter, buffer_bytes)
+    if any(one.user() is not None for buffers in _buffers.values() for one in buffers):
+        gc.collect()  # a model that failed within a step may be gone on some ranks only
     rows = [_row(*each) for each in sharded]
-    request = f"fsdp.use({[tuple(row) for row in rows]}, {reduce_scatter=}, {buffer_bytes=})"
-    pairs = zip(rows, sharded, strict=True)
-    served = [(module, param_group) for row, (_, module, param_group) in pairs if not row.left]
-    groups = {one._all_gather_process_group: one.device for _, one in served}
-    for group, device in groups.items():
+    served = [(row, *each) for row, each in zip(rows, sharded, strict=True) if not row.left]
+    for group, device in {one._all_gather_process_group: one.device for *_, one in served}.items():
+        same = [tuple(row) for row, *_, one in served if one._all_gather_process_group is group]
+        request = f"fsdp.use({same}, {reduce_scatter=}, {buffer_bytes=})"
         workspace_of(group, device, "fsdp.use").meet("fsdp.use", request)
-    for module, one in served:
+    for *_, module, one in served:
         rest = current(), buffer_bytes
         module.set_custom_all_gather(Gathers(one, one._all_gather_comm, *rest))
         if reduce_scatter:

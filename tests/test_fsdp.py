@@ -6,6 +6,7 @@ rank, so that every order of sums has one right value and models stay bitwise eq
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -223,6 +224,8 @@ def all_gathers(at: Rank) -> None:
         assert places.issuperset(again), "dropped tensors free their buffers"
         out = gathers.allocate((0,), dtype=torch.float32, device=of(at))
         assert not fallback.calls and not out.numel()
+        with ficco.expect(overlapped=True):  # nothing to gather is nothing to hide
+            gathers(out, out, dist.group.WORLD)
         # A slice outside of the result is copied into it.
         out = gathers.allocate((3 * at.world,), dtype=torch.float32, device=of(at))
         own = torch.full((3,), float(at.rank), device=at.device)
@@ -231,7 +234,8 @@ def all_gathers(at: Rank) -> None:
 
 
 def all_sums(at: Rank) -> None:
-    operations = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.25)  # type: ignore[attr-defined]
+    scaled = dist._make_nccl_premul_sum(torch.tensor(0.25))  # type: ignore[attr-defined]
+    operations = dist.ReduceOp.SUM, dist.ReduceOp.AVG, scaled
     with hooks() as (_, sums, fallback), mock.patch.object(fsdp, "SUM_BYTES", 256):
         for step, op in enumerate(operations):
             dtypes = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -249,6 +253,8 @@ def all_sums(at: Rank) -> None:
                     assert torch.equal(out.cpu(), expected), (op, dtype, count, room)
                     assert torch.equal(source.cpu(), terms[at.rank].flatten())
         assert not fallback.calls
+        kinds = [kind for w in workspaces(dist.group.WORLD) for kind in w.programs.values()]
+        assert {kind.plan.problem.factor for kind in kinds} == {1, 1 / at.world, 0.25}
 
 
 def sums_in_order(at: Rank) -> None:
@@ -272,6 +278,8 @@ def left(at: Rank) -> None:
     ficco.counters(reset=True)
     with hooks(limit=4096) as (gathers, sums, fallback):
         first = gathered(at, gathers, 0, 512 // at.world, torch.float32)
+        with ficco.expect(overlapped=True), pytest.raises(ficco.NotOverlapped, match="raise buffe"):
+            gathered(at, gathers, 1, 4096, torch.float32)
         gathered(at, gathers, 1, 4096, torch.float32)
         assert fallback.calls == 1
         del first
@@ -460,6 +468,48 @@ def test_modules_of_one_group_are_one_row(at: Rank) -> None:
     trained(at, model, "plain", 0)
     (counts,) = (count for (_, name), count in ficco.counters().items() if name == "all-gather")
     assert counts.left == 3, "the weights of the blocks are gathered twice"
+    ficco.close()
+
+
+def _broken(*_: Any) -> None:
+    raise ValueError("no weights")
+
+
+@HOOKS
+@on_ranks(2)
+def test_a_model_that_failed_leaves_its_buffers(at: Rank) -> None:
+    """FSDP2 keeps gathered weights of a failed step, in cycles that one rank collects later."""
+    models = [sharded(at, "plain") for _ in range(2)]
+    fsdp.use(models[0])
+    models[0].blocks[2].register_forward_pre_hook(_broken)
+    gc.disable()
+    try:
+        assert isinstance(caught(lambda: trained(at, models[0], "plain", 0)), Failure)
+        del models[0]
+        if at.rank == 0:
+            gc.collect()
+        fsdp.use(models[0])
+        trained(at, models[0], "plain", 1)
+    finally:
+        gc.enable()
+    ficco.close()
+
+
+@HOOKS
+@pytest.mark.slow
+@on_ranks(4)
+def test_groups_of_other_ranks_have_other_weights(at: Rank) -> None:
+    """Layers in place of experts, whose sizes differ between the columns of a mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "expert"))
+    models, wide = [Model(1) for _ in range(2)], at.rank % 2 + 6
+    for model in models:
+        model.blocks[0].up, model.blocks[0].down = nn.Linear(5, wide), nn.Linear(wide, 5)
+        fully_shard(model.blocks[0], mesh=mesh["shard"])
+        fully_shard(model)
+    assert [row.ranks for row in fsdp.use(models[1])] == [4, 2]
+    for step in range(2):
+        expected, results = (trained(at, model, "plain", step) for model in models)
+        assert all(map(torch.equal, expected, results))
     ficco.close()
 
 

@@ -366,6 +366,7 @@ def test_exception_tree() -> None:
     for call, remedy in (
         ("all_gather_matmul(m=8, n=3)", "unequal shards need rows="),
         ("matmul_all_to_all(m=8, n=3)", "unequal shards need rows="),
+        ("fsdp_all_gather(8 x 2 ranks)", "the same modules"),
         ("all_gather_attention(sequence=8)", "pad the sequence"),
         ("ulysses_attention(sequence=8)", "pad the sequence"),
     ):
