@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import prod
@@ -118,34 +117,9 @@ class _Backward(NamedTuple):
     recipe: str = ""
 
 
-@dataclass(frozen=True)
-class Registered:
-    """The ``torch.library`` operators of one of ficco's operators."""
-
-    operator: str
-
-    @property
-    def product(self) -> OpOverload:
-        return overload(self.operator)
-
-    @property
-    def gathered(self) -> OpOverload | None:
-        return overload(f"{self.operator}_gathered") if self.operator in GATHERS else None
-
-    @property
-    def backward(self) -> OpOverload:
-        return overload(f"{self.operator}_backward")
-
-    @property
-    def scaled(self) -> OpOverload | None:
-        return None if OPERATORS[self.operator].inner else overload(f"{self.operator}_scaled")
-
-    @property
-    def scaled_gathered(self) -> OpOverload | None:
-        return overload(f"{self.operator}_scaled_gathered") if self.operator in GATHERS else None
-
-
-OPS = {operator: Registered(operator) for operator in DUAL}
+def product_of(operator: str, scaled: bool = False, gathered: bool = False) -> OpOverload:
+    """Return the ``torch.library`` operator of a product; can be traced."""
+    return overload(operator + "_scaled" * scaled + "_gathered" * gathered)
 
 
 def call(
@@ -166,19 +140,19 @@ def call(
     flat = None
     if rows is not None:  # an all-to-all's table row by row
         flat = [n for row in rows for n in (row if isinstance(row, (list, tuple)) else [row])]
-    ops = OPS[operator]
     if scales is not None:
-        return _call_scaled(ops, a, b, scales, (group, schedule, flat, options), return_gathered)
+        arguments = group, schedule, flat, options
+        return _call_scaled(operator, a, b, scales, arguments, return_gathered)
     saves = saves_gathered(options) and torch.is_grad_enabled() and b.requires_grad
     # A float8 product gathers cast rows; the gradient of b needs rows that are not cast.
-    if ops.gathered and (return_gathered or saves) and not recipe:
-        out, gathered = ops.gathered(a, b, group, schedule, flat, options)
+    if operator in GATHERS and (return_gathered or saves) and not recipe:
+        out, gathered = product_of(operator, False, True)(a, b, group, schedule, flat, options)
         return out, gathered if return_gathered else None
-    return ops.product(a, b, group, schedule, flat, options, recipe), None
+    return product_of(operator)(a, b, group, schedule, flat, options, recipe), None
 
 
 def _call_scaled(
-    ops: Registered,
+    operator: str,
     a: torch.Tensor,
     b: torch.Tensor,
     scales: Scales,
@@ -187,12 +161,12 @@ def _call_scaled(
 ) -> Result:
     *others, quantize = scales
     arguments = *others, *call_arguments, quantize
-    if return_gathered and ops.scaled_gathered:
-        results: tuple[torch.Tensor, torch.Tensor] = ops.scaled_gathered(a, b, *arguments)
-        return results
-    if ops.scaled is None:
-        raise NotImplementedError(f"{ops.operator} does not take float8 operands; pass bfloat16")
-    return ops.scaled(a, b, *arguments), None
+    if return_gathered:
+        out, gathered = product_of(operator, True, True)(a, b, *arguments)
+        return out, gathered
+    if OPERATORS[operator].inner:
+        raise NotImplementedError(f"{operator} does not take float8 operands; pass bfloat16")
+    return product_of(operator, True)(a, b, *arguments), None
 
 
 def _operator_call(operator: str, inputs: _Forward | _Scaled | _Backward) -> OperatorCall:
@@ -270,7 +244,8 @@ def _autograd(
     grads: list[torch.Tensor] = []
     if needs_a or needs_b:
         rest = ctx.shape, ctx.columns, needs_a, needs_b, *ctx.call
-        grads = OPS[operator].backward(grad, grad_gathered, *ctx.saved_tensors, *rest)
+        gradients = overload(f"{operator}_backward")
+        grads = gradients(grad, grad_gathered, *ctx.saved_tensors, *rest)
     results = iter(grads)
     return next(results) if needs_a else None, next(results) if needs_b else None, *[None] * 5
 
