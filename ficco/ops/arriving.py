@@ -238,8 +238,7 @@ class ArrivingCall(Invocation):
         keep_to_cap(engine, plan, options.workspace_bytes)
         pulls = source is not None and self.schedule.pull
         agreed = [f"a_shard in symmetric allocation {self.place}"] if pulls else []
-        single = options.workspace_bytes is not None
-        return new_kind(workspace, plan, options, None, agreed, single, source)
+        return new_kind(workspace, plan, options, None, agreed, source=source)
 
     def allocate(self, cached: CachedCall) -> Call:
         return Call({"a": self.a})

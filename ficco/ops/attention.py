@@ -175,8 +175,7 @@ class AttentionCall(Invocation):
         if source is not None and chosen.pull:
             agreed.append(f"keys in symmetric allocation {source[0].serial} at byte {source[1]}")
         read_in_place = None if "publish" in plan.buffer else source
-        single = cap is not None
-        return new_kind(workspace, plan, options, decision, agreed, single, read_in_place)
+        return new_kind(workspace, plan, options, decision, agreed, source=read_in_place)
 
     def allocate(self, cached: CachedCall) -> Call:
         if self.of is None:

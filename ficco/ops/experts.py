@@ -249,7 +249,7 @@ class RoundCall(Invocation):
         setting = options.workspace_bytes, options.machine, self.like.device
         return NAME, layer, layer.room, self.schedule, *setting
 
-    def plan(self, workspace: Workspace, options: Options) -> ExpertKind:
+    def plan(self, workspace: Workspace, options: Options) -> CachedCall:
         engine, layer, known = workspace.engine, self.layer, workspace.known(options.machine)
         mode = "idle" if layer.exact else "queued"  # the host has waited for the device
         mean = _mean_layer(layer, self.blocks)
@@ -257,9 +257,8 @@ class RoundCall(Invocation):
         (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, self.purpose, engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)
-        single = options.workspace_bytes is not None
         agreed = known.text, str(layer.room), self.purpose
-        return new_kind(workspace, plan, options, decision, agreed, single, kind=ExpertKind)
+        return new_kind(workspace, plan, options, decision, agreed, kind=ExpertKind)
 
     def allocate(self, cached: CachedCall) -> Call:
         assert isinstance(cached, ExpertKind)

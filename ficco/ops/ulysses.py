@@ -202,8 +202,7 @@ class HeadsCall(Invocation):
         (plan,) = heads_plans(problem, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)
-        single = options.workspace_bytes is not None
-        return new_kind(workspace, plan, options, decision, agreed, single)
+        return new_kind(workspace, plan, options, decision, agreed)
 
     def allocate(self, cached: CachedCall) -> Call:
         tensors = {

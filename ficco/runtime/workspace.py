@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import get_ident
-from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -690,27 +689,24 @@ class Invocation(ABC):
         raise NotImplementedError
 
 
-#: Type of the cache entry of a kind of call.
-Kind = TypeVar("Kind", bound=CachedCall)
-
-
 def new_kind(
     workspace: Workspace,
     plan: Plan,
     options: Options,
     decision: Decision | None,
     agreed: Iterable[str] = (),
-    single: int = 0,
+    single: int | None = None,
     source: tuple[Symmetric, int] | None = None,
-    kind: type[Kind] = CachedCall,  # type: ignore[assignment]
-) -> Kind:
+    kind: type[CachedCall] = CachedCall,
+) -> CachedCall:
     """Cache entry of a new kind of call.
 
     The ranks compare the problem, the schedule, the cap on memory and the texts ``agreed``.
-    ``single``: see :meth:`Workspace.slot`. ``source``: see :class:`Program`. ``decision``: of the
-    schedule, None if there was no choice.
+    ``single``: see :meth:`Workspace.slot`; by default 1 under a cap, which holds for one slot, else
+    0. ``source``: see :class:`Program`. ``decision``: of the schedule, None if there was no choice.
     """
     cap = () if options.workspace_bytes is None else (f"workspace_bytes={options.workspace_bytes}",)
+    single = int(bool(cap)) if single is None else single
     text = ", ".join((str(plan.problem), f"schedule {plan.schedule}", *agreed, *cap))
     increment, exposure = counters.account_of(workspace.group_name, plan, decision)
     digest = workspace.board.describe(text)
