@@ -95,8 +95,7 @@ class Part(NamedTuple):
         begin, end = max(self.first, first), min(self.last, last)
         if begin >= end:
             return None
-        queries = slice(begin - self.first, end - self.first)
-        return Part(begin - first, end - first, self.mean[:, :, queries], self.lse[:, :, queries])
+        return self.rows(begin, end)._replace(first=begin - first, last=end - first)
 
 
 #: The groups of a grouped product: the first block, how many each has, and how many groups.

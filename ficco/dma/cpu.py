@@ -315,11 +315,6 @@ _unfinished: list[tuple[Work, ProcessGroup]] = []
 _out_of_step: WeakSet[ProcessGroup] = WeakSet()
 
 
-def out_of_step(group: ProcessGroup) -> bool:
-    """Whether a group aborted a collective."""
-    return group in _out_of_step
-
-
 @atexit.register
 def _leave_unfinished() -> None:
     """Never free unfinished collectives, so that the process exits at once."""
@@ -476,7 +471,7 @@ class CpuEngine(Engine):
 
     @property
     def out_of_step(self) -> bool:
-        return out_of_step(self.group)
+        return self.group in _out_of_step
 
     # Memory.
 

@@ -358,7 +358,7 @@ def _backward(
     return Call(tensors), (dq.transpose(1, 2), dkv)
 
 
-def _gradients(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _gradients(results: Tensors, needs: Needs) -> Tensors:
     """Return the gradients of q, k and v, from those of q and of k and v packed."""
     dq, dkv = results
     return dq, *(half.permute(1, 2, 0, 3) for half in dkv.unbind(1))
@@ -438,7 +438,7 @@ ATTENTION = Record(
     _save,
     _record_backward,
     _fake_backward,
-    lambda gradients, needs: _gradients(gradients),
+    _gradients,
     flops,
 )
 
