@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ficco.compute.program import Call
 from ficco.errors import FiccoError
 from ficco.ops.call import keep_to_cap, row_major
-from ficco.ops.entry import refuse_sharded, tells_refusals, watched
+from ficco.ops.entry import check_traced, tells_refusals
 from ficco.ops.operands import check_dtype, frozen, process_group, rows_by_rank
 from ficco.options import Options, current
 from ficco.problems.products import OPERATORS
@@ -184,10 +184,7 @@ def arriving(
 @tells_refusals
 def _checked(a_shard: torch.Tensor, group: ProcessGroup | DeviceMesh | None) -> Workspace:
     """Check the operand of a call, and return the workspace of its group and device."""
-    if not isinstance(a_shard, torch.Tensor):
-        raise ValueError(f"a_shard: required a torch.Tensor, got {type(a_shard).__name__}")
-    if watched(a_shard):
-        refuse_sharded(a_shard=a_shard)
+    if check_traced(a_shard=a_shard):
         raise NotImplementedError(
             "ficco.arriving is not traced; keep it out of compiled functions, or decorate its "
             "function with torch.compiler.disable"
