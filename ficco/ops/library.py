@@ -46,7 +46,7 @@ from ficco.ops.gradients import (
 )
 from ficco.ops.operands import Scales, check_operands, check_scaled, frozen
 from ficco.ops.recipes import check_operands_of, recipe_from
-from ficco.ops.record import Declared, declare, overload, refuse_second
+from ficco.ops.record import declare, overload, refuse_second
 from ficco.options import carried, current, from_text, saves_gathered, to_text
 from ficco.problems.products import OPERATORS
 
@@ -141,32 +141,18 @@ def call(
     if rows is not None:  # an all-to-all's table row by row
         flat = [n for row in rows for n in (row if isinstance(row, (list, tuple)) else [row])]
     if scales is not None:
-        arguments = group, schedule, flat, options
-        return _call_scaled(operator, a, b, scales, arguments, return_gathered)
+        if OPERATORS[operator].inner:
+            raise NotImplementedError(f"{operator} does not take float8 operands; pass bfloat16")
+        *others, quantize = scales
+        op = product_of(operator, True, return_gathered)
+        results = op(a, b, *others, group, schedule, flat, options, quantize)
+        return results if return_gathered else (results, None)
     saves = saves_gathered(options) and torch.is_grad_enabled() and b.requires_grad
     # A float8 product gathers cast rows; the gradient of b needs rows that are not cast.
     if operator in GATHERS and (return_gathered or saves) and not recipe:
         out, gathered = product_of(operator, False, True)(a, b, group, schedule, flat, options)
         return out, gathered if return_gathered else None
     return product_of(operator)(a, b, group, schedule, flat, options, recipe), None
-
-
-def _call_scaled(
-    operator: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scales: Scales,
-    call_arguments: tuple[Any, ...],
-    return_gathered: bool,
-) -> Result:
-    *others, quantize = scales
-    arguments = *others, *call_arguments, quantize
-    if return_gathered:
-        out, gathered = product_of(operator, True, True)(a, b, *arguments)
-        return out, gathered
-    if OPERATORS[operator].inner:
-        raise NotImplementedError(f"{operator} does not take float8 operands; pass bfloat16")
-    return product_of(operator, True)(a, b, *arguments), None
 
 
 def _operator_call(operator: str, inputs: _Forward | _Scaled | _Backward) -> OperatorCall:
@@ -313,23 +299,19 @@ def _declare(operator: str) -> None:
         schema = (_SCALED if scaled else _FORWARD) + ("(Tensor, Tensor)" if gathered else "Tensor")
         declare(
             operator + "_scaled" * scaled + "_gathered" * gathered,
-            Declared(
-                schema,
-                partial(_forward, operator, gathered, form),
-                partial(_fake_forward, operator, gathered, form),
-                None if scaled else (partial(_autograd, operator), _setup_context),
-                partial(_forward_flops, operator, gathered),
-            ),
+            schema,
+            partial(_forward, operator, gathered, form),
+            partial(_fake_forward, operator, gathered, form),
+            None if scaled else (partial(_autograd, operator), _setup_context),
+            partial(_forward_flops, operator, gathered),
         )
     declare(
         f"{operator}_backward",
-        Declared(
-            _BACKWARD,
-            partial(_backward, operator),
-            partial(_fake_backward, operator),
-            (refuse_second, None),
-            partial(_backward_flops, operator),
-        ),
+        _BACKWARD,
+        partial(_backward, operator),
+        partial(_fake_backward, operator),
+        (refuse_second, None),
+        partial(_backward_flops, operator),
     )
 
 

@@ -21,7 +21,7 @@ from ficco.accelerator import gpu
 from ficco.errors import UNSCHEDULED, FiccoError
 from ficco.ops.entry import check_traced, tells_refusals
 from ficco.ops.operands import check_dense, process_group
-from ficco.ops.record import Declared, declare, overload
+from ficco.ops.record import declare, overload
 from ficco.options import current
 from ficco.runtime.board import COUNTS
 from ficco.runtime.workspace import Workspace, workspace_for, workspaces
@@ -419,9 +419,7 @@ def _fake(
 
 declare(
     NAME,
-    Declared(
-        "(Tensor indices, SymInt experts, SymInt capacity, str group) -> (Tensor, Tensor)",
-        _traced,
-        _fake,
-    ),
+    "(Tensor indices, SymInt experts, SymInt capacity, str group) -> (Tensor, Tensor)",
+    _traced,
+    _fake,
 )
