@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ficco.compute.attention import apply_op, attend_op, merge, merge_op
-from ficco.compute.buffers import buffers_of, gathered_rows
+from ficco.compute.buffers import buffers_of
 from ficco.compute.products import add_up, library, matmul_op, place_op
 from ficco.compute.program import Call, Op, Program, Slot, Symmetric, callers
 from ficco.compute.ragged_blocks import filled, move_op
@@ -108,7 +108,7 @@ class CallState:
         recorded: Sequence[int],
         timeout_s: float,
         slot: Slot | None,
-        moves: Sequence[int] = (),
+        moves: Sequence[int],
     ) -> None:
         # Keep the parts of the slot mapped, since a stuck lane may outlive the slot. After the
         # words come marks, one byte per lane, see CpuEngine._late.
@@ -442,13 +442,11 @@ class CpuEngine(Engine):
     """See the module's docstring.
 
     Attributes:
-        operator: name of the operator in errors of an allocation.
         bandwidth: limit of each copy in bytes per second, to make copies visible in a timeline;
             None for no limit.
     """
 
     name = "cpu"
-    operator = "ficco"
     bandwidth: float | None = None
 
     def __init__(
@@ -747,9 +745,6 @@ class CpuEngine(Engine):
         return (
             torch.zeros(0, dtype=torch.int32, device="cpu") if state.words is None else state.words
         )
-
-    def rows(self, program: Program, call: Call) -> torch.Tensor:
-        return gathered_rows(program, call)
 
     def await_rows(self, program: Program, call: Call, gate: int) -> None:
         state: CallState = call.state

@@ -11,6 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ficco.compute.buffers import gathered_rows
 from ficco.compute.program import Call
 from ficco.errors import FiccoError
 from ficco.ops.call import keep_to_cap, row_major
@@ -154,7 +155,7 @@ def arriving(
         workspace.end(error)
         raise
     arrivals = Arriving(
-        engine.rows(program, call),
+        gathered_rows(program, call),
         engine.words(program, call),
         pieces_of(program.plan),
         own_rows(program.plan),
