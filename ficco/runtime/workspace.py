@@ -608,17 +608,17 @@ def workspaces(group: ProcessGroup | None = None) -> list[Workspace]:
     """Open workspaces of a group; by default, of all groups."""
     return [
         workspace
-        for (owner, _, _), workspace in _workspaces.items()
+        for (owner, _, _), workspace in list(_workspaces.items())  # threads may add others
         if group is None or owner is group
     ]
 
 
 def close(group: ProcessGroup | None = None) -> None:
     """Close the workspaces of a group; by default, of all groups. See :func:`ficco.close`."""
-    wanted = [key for key in _workspaces if group is None or key[0] is group]
+    wanted = [key for key in list(_workspaces) if group is None or key[0] is group]
     for key in wanted:
         _workspaces[key].refuse_within_block("close")
-    for key in [key for key in _failed if group is None or key[0] is group]:
+    for key in [key for key in list(_failed) if group is None or key[0] is group]:
         del _failed[key]
     carry_out(partial(_leave, key) for key in wanted)
 
