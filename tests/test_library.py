@@ -293,6 +293,10 @@ def test_wrong_operands_are_refused_while_compiling(at: Rank) -> None:
         (narrow, wide.double(), "required one dtype"),
     ):
         assert text in _while_compiling(a, b).text, text
+    for rows in (3, [1.5, 2], "ab"):
+        with FlopCounterMode(display=False):  # so that the call is an operator
+            failure = caught(partial(ficco.all_gather_matmul, narrow, wide, rows=rows))
+        assert failure.type == "ValueError" and failure.text.startswith("rows: required"), failure
 
 
 @since("2.13", "has its own text for an error in a compiled function")

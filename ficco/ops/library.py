@@ -44,7 +44,7 @@ from ficco.ops.gradients import (
     rows_multiplied,
     to_save,
 )
-from ficco.ops.operands import Scales, check_operands, check_scaled, frozen
+from ficco.ops.operands import Scales, check_operands, check_rows, check_scaled, frozen
 from ficco.ops.recipes import check_operands_of, recipe_from
 from ficco.ops.record import declare, overload, refuse_second
 from ficco.options import carried, current, from_text, saves_gathered, to_text
@@ -137,6 +137,7 @@ def call(
     """Make a call through its ``torch.library`` operator; can be traced."""
     if not torch.compiler.is_compiling():
         rows = frozen(rows)
+        check_rows(rows)
     flat = None
     if rows is not None:  # an all-to-all's table row by row
         flat = [n for row in rows for n in (row if isinstance(row, (list, tuple)) else [row])]

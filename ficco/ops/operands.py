@@ -94,6 +94,18 @@ def frozen(rows: Any) -> Any:
     return index(rows) if integral else _InvalidSize(rows)
 
 
+def check_rows(rows: Any) -> None:
+    """Raise ``ValueError`` unless rows, from :func:`frozen`, are None, numbers, or a table of them.
+    The operators of ``torch.library``, which have no words of their own, take only these."""
+    if rows is None:
+        return
+    sizes: list[Any] = [None]
+    if isinstance(rows, tuple):
+        sizes = [size for row in rows for size in (row if isinstance(row, tuple) else [row])]
+    if not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
+        raise ValueError(f"rows: required a list of whole numbers, got {rows!r}; pass one")
+
+
 def bounds_of(cu_seqlens: Any) -> Any:
     """Return ``cu_seqlens`` as a hashable key: () for None, and for a value that is not a list a
     key that :func:`check_bounds` refuses."""
