@@ -192,7 +192,6 @@ class Routing(Blocks):
                 "called for its group, got one whose exchange of counts it ended; call ficco.route "
                 "again"
             )
-        self._pending = None
         try:
             workspace.raise_error()
             if self._counted is not None:
@@ -206,6 +205,7 @@ class Routing(Blocks):
         except BaseException as error:
             workspace.end(error)
             raise
+        self._pending = None
         largest = int(self._all_counts.max())
         if self._capacity is None:
             self._capacity = rounded(largest)
