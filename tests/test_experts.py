@@ -242,7 +242,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tokens": 3}, "torch.Tensor"),
     ({"schedule": "ring"}, "one that is ring"),
     ({"schedule": "fast"}, "required one of"),
-    ({"schedule": 3}, "schedule"),
+    ({"schedule": [3]}, "schedule: required a name"),
 ]
 
 

@@ -44,7 +44,7 @@ from ficco.nn.plain import (
     set_before_call,
 )
 from ficco.ops.entry import tells_refusals
-from ficco.ops.operands import process_group
+from ficco.ops.operands import not_a_tensor, process_group
 from ficco.ops.recipes import Float8Recipe, check_multiples, recipe_of
 from ficco.runtime.counters import stays
 from ficco.schedules import Schedule
@@ -633,7 +633,7 @@ _ALL_FEATURES = "all columns of this rank's part of the sequence"
 
 def _check_features(x: torch.Tensor, size: int, description: str) -> None:
     if not isinstance(x, torch.Tensor):
-        raise ValueError(f"x: required a torch.Tensor, got {type(x).__name__}")
+        raise not_a_tensor("x", x)
     if isinstance(x, DTensor):
         raise ValueError(
             f"x: required a plain tensor, got a DTensor with {x.placements}; pass x.to_local(), or "

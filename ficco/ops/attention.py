@@ -25,7 +25,7 @@ from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.call import keep_to_cap, ring
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
-from ficco.ops.operands import bounds_of, check_bounds, process_group
+from ficco.ops.operands import bounds_of, check_bounds, no_schedule, process_group
 from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors, stand_in
 from ficco.options import Options, current
 from ficco.plan import Plan
@@ -239,9 +239,7 @@ def check_together(
     q, k, _ = operands.values()
     _, keys, _ = operands
     if not isinstance(schedule, (str, Schedule)):
-        raise ValueError(
-            f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or 'auto'"
-        )
+        raise no_schedule(schedule)
     for name, tensor in operands.items():
         if tensor.layout is not torch.strided or tensor.dim() != 4:
             raise ValueError(

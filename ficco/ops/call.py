@@ -20,7 +20,15 @@ from ficco.dma.engine import Engine
 from ficco.errors import FiccoError, warn_once
 from ficco.heuristics import Decision, decide
 from ficco.ops import problem_log
-from ficco.ops.operands import LEFT, Scales, flat, frozen, plain_scales, problem_of_operands
+from ficco.ops.operands import (
+    LEFT,
+    Scales,
+    flat,
+    frozen,
+    no_schedule,
+    plain_scales,
+    problem_of_operands,
+)
 from ficco.options import Options, current
 from ficco.plan import Buffer, Plan, aligned
 from ficco.problems.products import OPERATORS, Problem
@@ -162,10 +170,7 @@ class ProductCall(Invocation):
         engine, schedule, scales = workspace.engine, self.schedule, self.scales
         scatters = OPERATORS[self.operator].scatters
         if not isinstance(schedule, (str, Schedule)):
-            raise ValueError(
-                f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or "
-                "'auto'"
-            )
+            raise no_schedule(schedule)
         a, b, place = self.a, plain(self.b), None
         blocks = self.transposed and not scatters
         casts = scales is not None and scales.quantize is not None

@@ -36,7 +36,7 @@ from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.call import keep_to_cap, plain
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
-from ficco.ops.operands import check_dense, check_dtype, process_group
+from ficco.ops.operands import check_dense, check_dtype, no_schedule, not_a_tensor, process_group
 from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors
 from ficco.ops.routing import Blocks, Routing, check_route, make_routing, rounded, route
 from ficco.options import Options, current
@@ -237,6 +237,8 @@ class RoundCall(Invocation):
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         self.engine, layer = workspace.engine, self.layer
+        if not isinstance(self.schedule, (str, Schedule)):
+            raise no_schedule(self.schedule)
         setting = options.workspace_bytes, options.machine, self.like.device
         return NAME, layer, layer.room, self.schedule, *setting
 
@@ -575,7 +577,7 @@ def _fits(routing: torch.Tensor | Routing, tokens: torch.Tensor, weights: torch.
     """Raise ``ValueError`` unless a routing, or its indices, fits the tokens and weights."""
     indices = routing.indices if isinstance(routing, Routing) else routing
     if not isinstance(indices, torch.Tensor):
-        raise ValueError(f"indices: required a torch.Tensor, got {type(indices).__name__}")
+        raise not_a_tensor("indices", indices)
     if indices.shape != weights.shape or indices.shape[:1] != tokens.shape[:1]:
         raise ValueError(
             f"required indices and weights [t, top_k] for {tokens.shape[0]} tokens, got "

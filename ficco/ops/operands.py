@@ -30,6 +30,18 @@ from ficco.problems.scaling import (
 _IN_ORDER = "_ficco_in_order"
 
 
+def not_a_tensor(name: str, value: Any) -> ValueError:
+    """Return the error of an operand that is no tensor."""
+    return ValueError(f"{name}: required a torch.Tensor, got {type(value).__name__}")
+
+
+def no_schedule(value: Any) -> ValueError:
+    """Return the error of a schedule that is neither a name nor a Schedule."""
+    return ValueError(
+        f"schedule: required a name or a ficco.Schedule, got {value!r}; pass one, or 'auto'"
+    )
+
+
 def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     """Return the group of a call: WORLD by default, or the group of a one-dimensional mesh.
 
