@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial, reduce
+from functools import lru_cache, partial, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,8 +29,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.compute.products import ACTIVATIONS
-from ficco.compute.program import Call, Filled, Groups
-from ficco.compute.ragged_blocks import ends_of, groups_of, index_of, made_whole
+from ficco.compute.program import Call, Filled
+from ficco.compute.ragged_blocks import ends_of, index_of
 from ficco.dma.engine import Engine
 from ficco.heuristics import decide
 from ficco.ops import problem_log
@@ -251,10 +251,9 @@ class RoundCall(Invocation):
         problem_log.say(options.log, decision, plan.schedule, self.purpose, engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)
         agreed = known.text, str(layer.room), self.purpose
-        return new_kind(workspace, plan, options, decision, agreed, kind=ExpertKind)
+        return new_kind(workspace, plan, options, decision, agreed)
 
     def allocate(self, cached: CachedCall) -> Call:
-        assert isinstance(cached, ExpertKind)
         tensors = {name: plain(tensor) for name, tensor in self.operands.items()}
         engine, like, filled, unallocated = self.engine, self.like, None, frozenset[str]()
         if self.layer.exact:
@@ -278,20 +277,6 @@ class RoundCall(Invocation):
 
 def _engine(request: Request, tensor: torch.Tensor) -> Engine:
     return workspace_for(request.group, tensor, "tokens", NAME, current()).engine
-
-
-class ExpertKind(CachedCall):
-    """Cached plan of a kind of layer."""
-
-    @cached_property
-    def groups(self) -> list[Groups]:
-        """Groups of the plan's grouped products."""
-        return groups_of(self.plan)
-
-    @cached_property
-    def whole(self) -> frozenset[str]:
-        """Buffers written only by grouped products, whose output can be kept instead."""
-        return made_whole(self.plan)
 
 
 def _cached_starts(layer: ExpertLayer, blocks: Blocks) -> Mapping[str, np.ndarray[Any, Any]]:

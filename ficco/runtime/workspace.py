@@ -26,7 +26,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_process_group_name
 
 from ficco.compute.products import OVERRIDES, refuse_overrides
-from ficco.compute.program import Call, Program, Slot, Symmetric
+from ficco.compute.program import Call, Groups, Program, Slot, Symmetric
+from ficco.compute.ragged_blocks import groups_of, made_whole
 from ficco.dma import engine_name, make_engine
 from ficco.dma.engine import Engine, Span
 from ficco.dma.host import backend_of, hosts_of
@@ -133,6 +134,16 @@ class CachedCall:
             for buffer in self.plan.buffers
             if buffer.memory in ("result", "local") and buffer.name != "out"
         ]
+
+    @cached_property
+    def groups(self) -> list[Groups]:
+        """Groups of the plan's grouped products."""
+        return groups_of(self.plan)
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Buffers written only by grouped products, whose output can be kept instead."""
+        return made_whole(self.plan)
 
     def forget(self, slot: Slot | None = None) -> None:
         """Drop the program of a slot that is about to be freed; by default, all programs."""
@@ -697,7 +708,6 @@ def new_kind(
     agreed: Iterable[str] = (),
     single: int | None = None,
     source: tuple[Symmetric, int] | None = None,
-    kind: type[CachedCall] = CachedCall,
 ) -> CachedCall:
     """Cache entry of a new kind of call.
 
@@ -710,7 +720,7 @@ def new_kind(
     text = ", ".join((str(plan.problem), f"schedule {plan.schedule}", *agreed, *cap))
     increment, exposure = counters.account_of(workspace.group_name, plan, decision)
     digest = workspace.board.describe(text)
-    return kind(plan, digest, single, source, increment=increment, exposure=exposure)
+    return CachedCall(plan, digest, single, source, increment=increment, exposure=exposure)
 
 
 def begin(
