@@ -102,14 +102,8 @@ class Stopped(Exception):
 class CallState:
     """State shared by the lanes of a call in flight."""
 
-    def __init__(
-        self,
-        lanes: int,
-        recorded: Sequence[int],
-        timeout_s: float,
-        slot: Slot | None,
-        moves: Sequence[int],
-    ) -> None:
+    def __init__(self, program: Program, timeout_s: float) -> None:
+        slot, lanes, moves = program.slot, program.state["lanes"], program.state["moves"]
         # Keep the parts of the slot mapped, since a stuck lane may outlive the slot. After the
         # words come marks, one byte per lane, see CpuEngine._late.
         self.parts: list[torch.Tensor] = []
@@ -120,7 +114,7 @@ class CallState:
             self.marks = [part[marks : marks + SEMAPHORE_STRIDE] for part in self.parts]
         self.timeout_s = timeout_s
         self.patience: Patience | None = None  # set by the first wait longer than a slice
-        self.recorded = {step: threading.Event() for step in recorded}
+        self.recorded = {step: threading.Event() for step in program.state["recorded"]}
         #: By network step: set once it has sent, set once it is complete, and its receives.
         self.sent = {step: threading.Event() for step in moves}
         self.moved = {step: threading.Event() for step in moves}
@@ -134,7 +128,7 @@ class CallState:
         self.began = time.perf_counter()
         self.failed = threading.Event()
         self.error: BaseException | None = None
-        self._lanes = lanes
+        self._lanes = len(lanes) - (FIRST in lanes)
         self._lock = threading.Lock()
         self.done = threading.Event()
 
@@ -657,13 +651,7 @@ class CpuEngine(Engine):
             steps = program.plan.steps
             program.state["recorded"] = sorted({i for step in steps for i in step.after})
             program.state["moves"] = [i for i, step in enumerate(steps) if step.op == "network"]
-        state = call.state = CallState(
-            len(lanes) - (FIRST in lanes),
-            program.state["recorded"],
-            self.timeout_s,
-            program.slot,
-            program.state["moves"],
-        )
+        state = call.state = CallState(program, self.timeout_s)
         self._in_flight += 1
         try:
             if gates := len(lanes.get(ARRIVALS, ())):
