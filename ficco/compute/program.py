@@ -95,7 +95,8 @@ class Part(NamedTuple):
         begin, end = max(self.first, first), min(self.last, last)
         if begin >= end:
             return None
-        return self.rows(begin, end)._replace(first=begin - first, last=end - first)
+        queries = slice(begin - self.first, end - self.first)
+        return Part(begin - first, end - first, self.mean[:, :, queries], self.lse[:, :, queries])
 
 
 #: The groups of a grouped product: the first block, how many each has, and how many groups.
