@@ -21,6 +21,7 @@ from edits import Edit, change, changed, edited, index, refused, without_first
 from ranks import Died, Rank, caught, on_ranks, run
 from test_nn import example
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import ficco
 from ficco.machine import find
@@ -221,6 +222,9 @@ def test_wrong_use_is_refused_by_name(at: Rank) -> None:
     ):
         _refuses(words, partial(block, wrong, **arguments))
     _refuses("NotImplementedError: ficco.arriving is not traced", traced)
+    with forward_ad.dual_level():
+        tangent = partial(block, forward_ad.make_dual(shard, shard))
+        _refuses("NotImplementedError: derivatives in forward mode", tangent)
     with ficco.options(workspace_bytes=100):
         _refuses("ValueError: workspace_bytes: required at least", block)
     _refuses("ValueError: ", lambda: ficco.addresses(3))

@@ -244,7 +244,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tokens": 3}, "torch.Tensor"),
     ({"schedule": "ring"}, "one that is ring"),
     ({"schedule": "fast"}, "required one of"),
-    ({"schedule": 3}, "schedule"),
+    ({"schedule": [3]}, "schedule: required a name"),
 ]
 
 
@@ -375,7 +375,9 @@ def test_a_rank_that_sends_no_counts_is_named(at: Rank) -> None:
         ficco.experts(**arguments, group=group)
         if at.rank == 0:
             with ficco.options(timeout_s=1):
-                failure = caught(lambda: ficco.route(arguments["indices"], 4, group=group).capacity)
+                routing = ficco.route(arguments["indices"], 4, group=group)
+                failure, again = (caught(lambda: routing.capacity) for _ in range(2))
+            assert "an earlier call of this group failed" in again.text, again
             assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1
             assert "for rank 1 at step 'agree on what to compute';" in failure.text
 

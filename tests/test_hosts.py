@@ -199,6 +199,7 @@ PLACES: dict[str, tuple[Sequence[str], dict[str, Any], str, str]] = {
     "two hosts": ("aabb", {}, "", ""),
     "four hosts": ("abcd", {}, "", ""),
     "one host": ("aaaa", {}, "", ""),
+    "hosts of one name": (("",) * 4, {"boot": "0123", "host": "mmmm"}, "", ""),
     "alternating": ("abab", {}, REFUSED, f"got by rank a: 1, b: 1, a: 1, b: 1; {GROUP}"),
     "unequal": ("abbb", {}, REFUSED, f"got by rank a: 1, b: 3; {GROUP}"),
     "split": ("aaba", {}, REFUSED, f"got by rank a: 2, b: 1, a: 1; {GROUP}"),

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ficco
 from ficco.nn.functional import copied_linear, gathered_linears
 from ficco.ops import library
-from ficco.ops.library import OPS
+from ficco.ops.library import product_of
 from ficco.options import current, current_text
 from ficco.runtime import program as ranges
 from ficco.schedules import Schedule
@@ -88,7 +88,7 @@ def test_second_derivatives_are_refused(at: Rank) -> None:
     for operator in OPERATORS:
         case, a, b = plain(operator, at)
         expected = make(case, at.world)
-        y = OPS[operator].product(a, b, dist.group.WORLD.group_name)
+        y = product_of(operator)(a, b, dist.group.WORLD.group_name)
         g = expected.g[at.rank].to(y).requires_grad_()
         grad_a, grad_b = torch.autograd.grad(y, (a, b), g, create_graph=True)
         same(grad_a, expected.grad_a[at.rank], "a")
@@ -293,6 +293,10 @@ def test_wrong_operands_are_refused_while_compiling(at: Rank) -> None:
         (narrow, wide.double(), "required one dtype"),
     ):
         assert text in _while_compiling(a, b).text, text
+    for rows in (3, [1.5, 2], "ab"):
+        with FlopCounterMode(display=False):  # so that the call is an operator
+            failure = caught(partial(ficco.all_gather_matmul, narrow, wide, rows=rows))
+        assert failure.type == "ValueError" and failure.text.startswith("rows: required"), failure
 
 
 @since("2.13", "has its own text for an error in a compiled function")
@@ -388,9 +392,9 @@ def test_eager_calls_bypass_the_dispatcher(at: Rank) -> None:
             if needs:
                 y.sum().backward()
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        OPS["all_gather_matmul"].product(torch.ones(2, 2), torch.ones(2, 2), name)
+        product_of("all_gather_matmul")(torch.ones(2, 2), torch.ones(2, 2), name)
     seen = [event.name for event in profile.events() if event.name.startswith("ficco::")]
-    assert seen == ["ficco::all_gather_matmul"]  # the call of OPS
+    assert seen == ["ficco::all_gather_matmul"]  # the last call
 
 
 def _ranges(at: Rank, observer: str) -> tuple[list[str], list[str]]:

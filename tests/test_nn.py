@@ -395,6 +395,7 @@ def _wrong_use(at: Rank) -> None:
         (f"{kinds}Linear", lambda: gather_once(x, nn.Linear(8, 4))),
         (f"{kinds}list", lambda: gather_once(x, [column, column])),
         ("x: required a torch.Tensor, got NoneType", lambda: column(None)),
+        ("tensor: required a torch.Tensor, got int", lambda: sum_gradient(3)),
         ("got generator; pass the model", lambda: clip_grad_norm_(column.parameters(), 1.0)),
         ("got generator; pass the model", lambda: replicated(column.parameters())),
         ("got OrderedDict; pass the model", lambda: full_state_dict(column.state_dict())),

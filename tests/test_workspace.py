@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from ficco.options import Options
 from ficco.plan import Plan
 from ficco.problems.products import Problem
 from ficco.runtime import workspace as workspaces
+from ficco.runtime.counters import Sums
 from ficco.runtime.workspace import GRACE_S, CachedCall, Workspace
 from ficco.schedules import NAMED, plan
 
@@ -81,6 +83,23 @@ def workspace_on(engine: Engine, *slots: Slot | None, **more: Any) -> Workspace:
 
 def a_plan() -> Plan:
     return plan(Problem("all_gather_matmul", (8,) * 2, 8, 8, "float32"), NAMED["growing"], 0)
+
+
+@pytest.mark.parametrize(
+    ("entries", "read"),
+    [("workspace._workspaces", workspaces.workspaces), ("counters._sums", ficco.counters)],
+)
+def test_a_thread_may_add_a_group_while_another_lists_all(
+    entries: str, read: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Key(tuple[str, ...]):
+        def __iter__(self) -> Any:  # an entry is read: meanwhile another thread adds one
+            existing["another", "", ""] = Sums(1)
+            return super().__iter__()
+
+    existing = {Key(("a group", "", "")): Sums(1)}
+    monkeypatch.setattr(f"ficco.runtime.{entries}", existing)
+    assert len(read()) == 1
 
 
 def test_a_slot_that_could_not_grow_is_given_back_once() -> None:

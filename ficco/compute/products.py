@@ -190,7 +190,8 @@ def place_op(program: Program, transfer: Transfer, applies: Applies = apply) -> 
     src = places.batch(transfer.src, batch, transfer.src_stride)
     dst = places.batch(transfer.dst, batch, transfer.dst_stride)
     if transfer.factors is not None:
-        factors, share = buffers_of(program).view(transfer.factors), shared_by(transfer)
+        factors = places.view(transfer.factors)
+        share = 1, transfer.dst.cols if transfer.factors.cols == 1 else BLOCK  # rows, columns
         return lambda call: quantize_into(dst(call), factors(call), src(call), share)
     if function:
         return lambda call: applies(function, src(call), dst(call))
@@ -205,12 +206,6 @@ def place_op(program: Program, transfer: Transfer, applies: Applies = apply) -> 
 
 def _applied(applies: Applies, function: str, out: torch.Tensor, x: torch.Tensor) -> None:
     applies(function, x, out)
-
-
-def shared_by(transfer: Transfer) -> tuple[int, int]:
-    """Rows and columns of a cast matrix that share a factor."""
-    assert transfer.factors is not None
-    return 1, transfer.dst.cols if transfer.factors.cols == 1 else BLOCK
 
 
 def matmul_op(

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ficco.compute.attention import apply_op, attend_op, merge, merge_op
-from ficco.compute.buffers import buffers_of, gathered_rows
+from ficco.compute.buffers import buffers_of
 from ficco.compute.products import add_up, library, matmul_op, place_op
 from ficco.compute.program import Call, Op, Program, Slot, Symmetric, callers
 from ficco.compute.ragged_blocks import filled, move_op
@@ -102,14 +102,8 @@ class Stopped(Exception):
 class CallState:
     """State shared by the lanes of a call in flight."""
 
-    def __init__(
-        self,
-        lanes: int,
-        recorded: Sequence[int],
-        timeout_s: float,
-        slot: Slot | None,
-        moves: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, program: Program, timeout_s: float) -> None:
+        slot, lanes, moves = program.slot, program.state["lanes"], program.state["moves"]
         # Keep the parts of the slot mapped, since a stuck lane may outlive the slot. After the
         # words come marks, one byte per lane, see CpuEngine._late.
         self.parts: list[torch.Tensor] = []
@@ -120,7 +114,7 @@ class CallState:
             self.marks = [part[marks : marks + SEMAPHORE_STRIDE] for part in self.parts]
         self.timeout_s = timeout_s
         self.patience: Patience | None = None  # set by the first wait longer than a slice
-        self.recorded = {step: threading.Event() for step in recorded}
+        self.recorded = {step: threading.Event() for step in program.state["recorded"]}
         #: By network step: set once it has sent, set once it is complete, and its receives.
         self.sent = {step: threading.Event() for step in moves}
         self.moved = {step: threading.Event() for step in moves}
@@ -134,7 +128,7 @@ class CallState:
         self.began = time.perf_counter()
         self.failed = threading.Event()
         self.error: BaseException | None = None
-        self._lanes = lanes
+        self._lanes = len(lanes) - (FIRST in lanes)
         self._lock = threading.Lock()
         self.done = threading.Event()
 
@@ -315,11 +309,6 @@ _unfinished: list[tuple[Work, ProcessGroup]] = []
 _out_of_step: WeakSet[ProcessGroup] = WeakSet()
 
 
-def out_of_step(group: ProcessGroup) -> bool:
-    """Whether a group aborted a collective."""
-    return group in _out_of_step
-
-
 @atexit.register
 def _leave_unfinished() -> None:
     """Never free unfinished collectives, so that the process exits at once."""
@@ -447,13 +436,11 @@ class CpuEngine(Engine):
     """See the module's docstring.
 
     Attributes:
-        operator: name of the operator in errors of an allocation.
         bandwidth: limit of each copy in bytes per second, to make copies visible in a timeline;
             None for no limit.
     """
 
     name = "cpu"
-    operator = "ficco"
     bandwidth: float | None = None
 
     def __init__(
@@ -476,7 +463,7 @@ class CpuEngine(Engine):
 
     @property
     def out_of_step(self) -> bool:
-        return out_of_step(self.group)
+        return self.group in _out_of_step
 
     # Memory.
 
@@ -664,13 +651,7 @@ class CpuEngine(Engine):
             steps = program.plan.steps
             program.state["recorded"] = sorted({i for step in steps for i in step.after})
             program.state["moves"] = [i for i, step in enumerate(steps) if step.op == "network"]
-        state = call.state = CallState(
-            len(lanes) - (FIRST in lanes),
-            program.state["recorded"],
-            self.timeout_s,
-            program.slot,
-            program.state["moves"],
-        )
+        state = call.state = CallState(program, self.timeout_s)
         self._in_flight += 1
         try:
             if gates := len(lanes.get(ARRIVALS, ())):
@@ -752,9 +733,6 @@ class CpuEngine(Engine):
         return (
             torch.zeros(0, dtype=torch.int32, device="cpu") if state.words is None else state.words
         )
-
-    def rows(self, program: Program, call: Call) -> torch.Tensor:
-        return gathered_rows(program, call)
 
     def await_rows(self, program: Program, call: Call, gate: int) -> None:
         state: CallState = call.state

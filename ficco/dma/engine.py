@@ -376,10 +376,6 @@ class Engine(ABC):
         """The gate words of the caller's step, int32, contiguous: 0, then 1 when rows are there."""
 
     @abstractmethod
-    def rows(self, program: Program, call: Call) -> torch.Tensor:
-        """The rows that the caller's step reads: all of A, [m, k]."""
-
-    @abstractmethod
     def await_rows(self, program: Program, call: Call, gate: int) -> None:
         """Let the caller (CPU) or the current stream (GPU) wait for one of the step's gates."""
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ficco.compute.attention import apply_op, attend_op, merge, merge_op, spans
-from ficco.compute.buffers import buffers_of, gathered_rows
+from ficco.compute.buffers import buffers_of
 from ficco.compute.products import accumulation, add_up, apply, matmul_op, place_op
 from ficco.compute.program import Call, Op, Part, Program, Slot, Symmetric
 from ficco.compute.ragged_blocks import by_copies, moves
@@ -649,9 +649,6 @@ class GpuEngine(WatchedEngine):
         assert isinstance(words, SlotWords) and memory is not None
         span = memory.tensor[first * WORD : (first + len(step.gates)) * WORD]
         return span.view(torch.int32)
-
-    def rows(self, program: Program, call: Call) -> torch.Tensor:
-        return gathered_rows(program, call)
 
     def await_rows(self, program: Program, call: Call, gate: int) -> None:
         waits: dict[int, Batch] = program.state.setdefault("await rows", {})

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -595,11 +596,13 @@ def hosts_of(group: ProcessGroup, timeout_s: float, operator: str) -> Hosts:
 
     mine = {**whereabouts(), "named": os.environ.get(VARIABLE, "")}
     facts = meet(group, mine, "hosts", timeout_s, absent, lambda: None)
-    by_boot: dict[str, str] = {}
-    for fact in facts:  # hosts may share a name
-        namesakes = [boot for boot, name in by_boot.items() if name == fact["host"]]
-        name = f"{fact['host']} ({len(namesakes) + 1})" if namesakes else fact["host"]
-        by_boot.setdefault(fact["boot"], name)
+    by_boot, hosts_named = dict[str, str](), Counter[str]()
+    for fact in facts:
+        boot, name = fact["boot"], fact["host"]
+        if boot not in by_boot:
+            hosts_named[name] += 1  # hosts may share a name
+            number = hosts_named[name]
+            by_boot[boot] = f"{name} ({number})" if number > 1 else name
     names = tuple(fact["named"] or by_boot[fact["boot"]] for fact in facts)
     for name in dict.fromkeys(names):  # on every rank, so that all refuse an unsupported host
         require_shareable({rank: facts[rank] for rank, host in enumerate(names) if host == name})

@@ -32,7 +32,7 @@ from ficco.ops.entry import (
     watched,
 )
 from ficco.ops.gradients import GATHERS, OperatorCall, SavedTensors, backward
-from ficco.ops.operands import frozen, process_group
+from ficco.ops.operands import frozen, not_a_tensor, process_group
 from ficco.ops.operators import matmul_all_reduce
 from ficco.ops.recipes import Float8Recipe, recipe_of
 from ficco.ops.record import Differentiable, Gradients, Needs, differentiable
@@ -219,6 +219,8 @@ def sum_gradient(
 
 def sequence_at(x: torch.Tensor, sequence_dim: int) -> int:
     """Return the dimension of the sequence as a non-negative index."""
+    if not isinstance(x, torch.Tensor):
+        raise not_a_tensor("x", x)
     dim = sequence_dim + x.dim() if sequence_dim < 0 else sequence_dim
     if not 0 <= dim < x.dim() - 1:
         raise ValueError(

@@ -44,7 +44,7 @@ from ficco.nn.plain import (
     set_before_call,
 )
 from ficco.ops.entry import tells_refusals
-from ficco.ops.operands import process_group
+from ficco.ops.operands import not_a_tensor, process_group
 from ficco.ops.recipes import Float8Recipe, check_multiples, recipe_of
 from ficco.runtime.counters import stays
 from ficco.schedules import Schedule
@@ -165,7 +165,7 @@ class _ParallelLinear(nn.Module):
         for name, full in linear.named_parameters():
             part = self._part(name, full.detach())
             # By identity: a tensor without memory, such as a fake one, has no address.
-            if _plain(part).untyped_storage()._cdata == full.untyped_storage()._cdata:
+            if local_of(part).untyped_storage()._cdata == full.untyped_storage()._cdata:
                 part = part.clone()  # neither share memory with the unsharded one nor keep it alive
             self.register_parameter(name, nn.Parameter(part, requires_grad=full.requires_grad))
         if linear.bias is None:
@@ -357,7 +357,8 @@ class _ParallelLinear(nn.Module):
                 continue
             if value.shape == self._full_shape(name):
                 part = self._part(name, value.detach(), param)
-                if assigns and _plain(part).untyped_storage().nbytes() > _plain(part).nbytes:
+                local = local_of(part)
+                if assigns and local.untyped_storage().nbytes() > local.nbytes:
                     part = part.clone()  # do not keep the unsharded tensor alive
                 state_dict[prefix + name] = part
             elif value.shape != param.shape:
@@ -626,17 +627,13 @@ def _check_source(linear: nn.Module) -> None:
     )
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 #: The required features of an input of a column-parallel layer, for errors.
 _ALL_FEATURES = "all columns of this rank's part of the sequence"
 
 
 def _check_features(x: torch.Tensor, size: int, description: str) -> None:
     if not isinstance(x, torch.Tensor):
-        raise ValueError(f"x: required a torch.Tensor, got {type(x).__name__}")
+        raise not_a_tensor("x", x)
     if isinstance(x, DTensor):
         raise ValueError(
             f"x: required a plain tensor, got a DTensor with {x.placements}; pass x.to_local(), or "

@@ -48,20 +48,18 @@ class _ColwiseLinear(ColumnParallelLinear, nn.Linear):
 
     @tells_refusals
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        style = self.style
         if own_kernel(self.weight):
             return _by_own_kernel(self, x, Replicate())
-        if style.usual and type(x) is torch.Tensor and not torch.is_grad_enabled():
+        if self.style.usual and type(x) is torch.Tensor and not torch.is_grad_enabled():
             weight, bias = self.local()
             return copied_linears(x, (weight,), (bias,), group=self.group)[0]
-        layout = _layout(x, style.input_layouts, self.mesh)
-        dim = _sequence(x, layout)
+        dim = _sequence(x, _layout(x, self))
         y = shared_output(x, self)
         if y is None:
             if dim is None:
-                x = _redistributed(x, style.input_layouts, self.mesh, Replicate())
+                x = _redistributed(x, self, Replicate())
             (y,) = _multiplied(x, dim, (self,))
-        return _laid_out(y, self.mesh, Shard(y.dim() - 1), style)
+        return _laid_out(y, self, Shard(y.dim() - 1))
 
 
 class _RowwiseLinear(RowParallelLinear, nn.Linear):
@@ -71,25 +69,23 @@ class _RowwiseLinear(RowParallelLinear, nn.Linear):
 
     @tells_refusals
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        style, mesh = self.style, self.mesh
-        features = Shard(x.dim() - 1)
+        style, features = self.style, Shard(x.dim() - 1)
         if own_kernel(self.weight):
             return _by_own_kernel(self, x, features)
         if style.usual and type(x) is torch.Tensor and not torch.is_grad_enabled():
             return reduced_linear(x, *self.local(), group=self.group, schedule=self.schedule)
-        local = _local(_redistributed(x, style.input_layouts, mesh, features))
+        local = _local(_redistributed(x, self, features))
         if style.output_layouts[0] == Partial():
-            return _laid_out(self._partial(local), mesh, Partial(), style)
+            return _laid_out(self._partial(local), self, Partial())
         dim = _sequence(x, style.output_layouts[0])
         kwargs: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
         kwargs["recipe"] = self.recipe
         if dim is None:
-            y = reduced_linear(local, *self.local(), **kwargs)
-            return _laid_out(y, mesh, Replicate(), style)
-        rows = _uneven(local.shape[dim], mesh)
+            return _laid_out(reduced_linear(local, *self.local(), **kwargs), self, Replicate())
+        rows = _uneven(local.shape[dim], self.mesh)
         y = scattered_linear(local, *self.local(), **kwargs, sequence_dim=dim, rows=rows)
         uneven = None if rows is None else torch.Size((*local.shape[:-1], y.shape[-1]))
-        return _laid_out(y, mesh, Shard(dim), style, uneven)
+        return _laid_out(y, self, Shard(dim), uneven)
 
     def _partial(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's term of the sum. Rank 0 adds the bias; all ranks have its gradient."""
@@ -97,6 +93,9 @@ class _RowwiseLinear(RowParallelLinear, nn.Linear):
         if bias is not None and self.group.rank() > 0:
             bias = bias - bias.detach()
         return partial_linear(x, weight, bias, self.recipe)
+
+
+_StyledLinear = _ColwiseLinear | _RowwiseLinear
 
 
 class _Scheduled:
@@ -107,7 +106,7 @@ class _Scheduled:
         usual: the layouts are the style's default ones, and operands are not cast.
     """
 
-    _kind: type[_ColwiseLinear | _RowwiseLinear]
+    _kind: type[_StyledLinear]
     _layouts: tuple[Placement, Placement]
 
     def __init__(
@@ -290,20 +289,18 @@ def _multiplied(
     return gathered(_local(x), layers, dim, rows)
 
 
-def _by_own_kernel(
-    layer: _ColwiseLinear | _RowwiseLinear, x: torch.Tensor, wanted: Placement
-) -> torch.Tensor:
+def _by_own_kernel(layer: _StyledLinear, x: torch.Tensor, wanted: Placement) -> torch.Tensor:
     """Return the layer's output by the weight's own kernels, redistributed by DTensor as PyTorch's
     styles do. ``wanted``: the layout of the input that the weight's cut needs."""
-    style, mesh = layer.style, layer.mesh
+    style = layer.style
     output = style.output_layouts[0]
-    if layer.cut == 0 and isinstance(_layout(x, style.input_layouts, mesh), Shard):
+    if layer.cut == 0 and isinstance(_layout(x, layer), Shard):
         layer.stays("all-gather")
     elif layer.cut == 1 and output != Partial():
         layer.stays("reduce-scatter" if isinstance(output, Shard) else "all-reduce")
-    x = _redistributed(x, style.input_layouts, mesh, wanted)
+    x = _redistributed(x, layer, wanted)
     if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, [wanted], run_check=False)
+        x = DTensor.from_local(x, layer.mesh, [wanted], run_check=False)
     out: Any = layer.product(x)
     if layer.bias is not None and layer.cut == 0:
         out = out + layer.bias
@@ -325,40 +322,35 @@ def _joined(kind: type[Any], layer: type[Any]) -> type[Any]:
     return type(layer.__name__, (kind, layer), {"__module__": layer.__module__, **own})
 
 
-def _layout(x: torch.Tensor, layouts: Sequence[Placement], mesh: DeviceMesh) -> Placement:
-    """Return the layout of an input on a mesh; for a plain tensor, the style's layout."""
+def _layout(x: torch.Tensor, layer: _StyledLinear) -> Placement:
+    """Return the layout of an input of a layer; for a plain tensor, the style's layout."""
     if not isinstance(x, DTensor):
-        return layouts[0]
-    if x.device_mesh != mesh:
+        return layer.style.input_layouts[0]
+    if x.device_mesh != layer.mesh:
         raise ValueError(
-            f"x: required a plain tensor, or a DTensor on the layer's {mesh}, got one on "
+            f"x: required a plain tensor, or a DTensor on the layer's {layer.mesh}, got one on "
             f"{x.device_mesh}; pass x.to_local(), or x as it lies on the layer's mesh"
         )
     return x.placements[0]
 
 
-def _redistributed(
-    x: torch.Tensor, layouts: Sequence[Placement], mesh: DeviceMesh, wanted: Placement
-) -> torch.Tensor:
+def _redistributed(x: torch.Tensor, layer: _StyledLinear, wanted: Placement) -> torch.Tensor:
     """Return the input in the wanted layout; a plain tensor that has it already stays plain."""
-    if _same(_layout(x, layouts, mesh), wanted, x.dim()):
+    if _same(_layout(x, layer), wanted, x.dim()):
         return x
     if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, layouts, run_check=False)
+        x = DTensor.from_local(x, layer.mesh, layer.style.input_layouts, run_check=False)
     return x.redistribute(placements=[wanted])
 
 
 def _laid_out(
-    y: torch.Tensor,
-    mesh: DeviceMesh,
-    layout: Placement,
-    style: ColwiseParallel | RowwiseParallel,
-    uneven: torch.Size | None = None,
+    y: torch.Tensor, layer: _StyledLinear, layout: Placement, uneven: torch.Size | None = None
 ) -> torch.Tensor:
     """Return the output in the style's layout, from a local part in ``layout``.
 
     ``uneven`` is the global shape if the ranks' parts are not equal.
     """
+    style, mesh = layer.style, layer.mesh
     (wanted,) = style.output_layouts
     same = _same(layout, wanted, y.dim())
     if same and style.use_local_output:

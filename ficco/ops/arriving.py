@@ -11,10 +11,11 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ficco.compute.buffers import gathered_rows
 from ficco.compute.program import Call
 from ficco.errors import FiccoError
 from ficco.ops.call import keep_to_cap, row_major
-from ficco.ops.entry import refuse_sharded, tells_refusals, watched
+from ficco.ops.entry import check_traced, tells_refusals
 from ficco.ops.operands import check_dtype, frozen, process_group, rows_by_rank
 from ficco.options import Options, current
 from ficco.problems.products import OPERATORS
@@ -154,7 +155,7 @@ def arriving(
         workspace.end(error)
         raise
     arrivals = Arriving(
-        engine.rows(program, call),
+        gathered_rows(program, call),
         engine.words(program, call),
         pieces_of(program.plan),
         own_rows(program.plan),
@@ -184,10 +185,7 @@ def arriving(
 @tells_refusals
 def _checked(a_shard: torch.Tensor, group: ProcessGroup | DeviceMesh | None) -> Workspace:
     """Check the operand of a call, and return the workspace of its group and device."""
-    if not isinstance(a_shard, torch.Tensor):
-        raise ValueError(f"a_shard: required a torch.Tensor, got {type(a_shard).__name__}")
-    if watched(a_shard):
-        refuse_sharded(a_shard=a_shard)
+    if check_traced(a_shard=a_shard):
         raise NotImplementedError(
             "ficco.arriving is not traced; keep it out of compiled functions, or decorate its "
             "function with torch.compiler.disable"
@@ -238,8 +236,7 @@ class ArrivingCall(Invocation):
         keep_to_cap(engine, plan, options.workspace_bytes)
         pulls = source is not None and self.schedule.pull
         agreed = [f"a_shard in symmetric allocation {self.place}"] if pulls else []
-        single = options.workspace_bytes is not None
-        return new_kind(workspace, plan, options, None, agreed, single, source)
+        return new_kind(workspace, plan, options, None, agreed, source=source)
 
     def allocate(self, cached: CachedCall) -> Call:
         return Call({"a": self.a})

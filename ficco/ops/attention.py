@@ -25,7 +25,7 @@ from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.call import keep_to_cap, ring
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
-from ficco.ops.operands import bounds_of, check_bounds, process_group
+from ficco.ops.operands import bounds_of, check_bounds, no_schedule, process_group
 from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors, stand_in
 from ficco.options import Options, current
 from ficco.plan import Plan
@@ -178,8 +178,7 @@ class AttentionCall(Invocation):
         if source is not None and chosen.pull:
             agreed.append(f"keys in symmetric allocation {source[0].serial} at byte {source[1]}")
         read_in_place = None if "publish" in plan.buffer else source
-        single = cap is not None
-        return new_kind(workspace, plan, options, decision, agreed, single, read_in_place)
+        return new_kind(workspace, plan, options, decision, agreed, source=read_in_place)
 
     def allocate(self, cached: CachedCall) -> Call:
         if self.of is None:
@@ -243,9 +242,7 @@ def check_together(
     q, k, _ = operands.values()
     _, keys, _ = operands
     if not isinstance(schedule, (str, Schedule)):
-        raise ValueError(
-            f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or 'auto'"
-        )
+        raise no_schedule(schedule)
     for name, tensor in operands.items():
         if tensor.layout is not torch.strided or tensor.dim() != 4:
             raise ValueError(
@@ -368,7 +365,7 @@ def _backward(
     return Call(tensors), (dq.transpose(1, 2), dkv)
 
 
-def _gradients(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _gradients(results: Tensors, needs: Needs) -> Tensors:
     """Return the gradients of q, k and v, from those of q and of k and v packed."""
     dq, dkv = results
     return dq, *(half.permute(1, 2, 0, 3) for half in dkv.unbind(1))
@@ -448,7 +445,7 @@ ATTENTION = Record(
     _save,
     _record_backward,
     _fake_backward,
-    lambda gradients, needs: _gradients(gradients),
+    _gradients,
     flops,
 )
 

@@ -20,7 +20,15 @@ from ficco.dma.engine import Engine
 from ficco.errors import FiccoError, warn_once
 from ficco.heuristics import Decision, decide
 from ficco.ops import problem_log
-from ficco.ops.operands import LEFT, Scales, flat, frozen, plain_scales, problem_of_operands
+from ficco.ops.operands import (
+    LEFT,
+    Scales,
+    flat,
+    frozen,
+    no_schedule,
+    plain_scales,
+    problem_of_operands,
+)
 from ficco.options import Options, current
 from ficco.plan import Buffer, Plan, aligned
 from ficco.problems.products import OPERATORS, Problem
@@ -162,10 +170,7 @@ class ProductCall(Invocation):
         engine, schedule, scales = workspace.engine, self.schedule, self.scales
         scatters = OPERATORS[self.operator].scatters
         if not isinstance(schedule, (str, Schedule)):
-            raise ValueError(
-                f"schedule: required a name or a ficco.Schedule, got {schedule!r}; pass one, or "
-                "'auto'"
-            )
+            raise no_schedule(schedule)
         a, b, place = self.a, plain(self.b), None
         blocks = self.transposed and not scatters
         casts = scales is not None and scales.quantize is not None
@@ -219,7 +224,7 @@ class ProductCall(Invocation):
         plan = fit.plan
         problem_log.say(options.log, decision, plan.schedule, purpose, engine.rank)
         if fit.columns:
-            return CachedCall(plan, 0, fit.single, None, fit.columns)
+            return CachedCall(plan, 0, 0, None, fit.columns)
         agreed = [known.text]
         parsed = Schedule.parse(plan.schedule)
         if source is not None and (parsed.pull or parsed.own):
@@ -228,7 +233,7 @@ class ProductCall(Invocation):
         if purpose:
             agreed.append(purpose)
         read_in_place = None if "publish" in plan.buffer else source
-        return new_kind(workspace, plan, options, decision, agreed, fit.single, read_in_place)
+        return new_kind(workspace, plan, options, decision, agreed, source=read_in_place)
 
     def allocate(self, cached: CachedCall) -> Call:
         a, out, buffers, self.cached = self.a, self.out, cached.plan.buffer, cached
@@ -266,12 +271,10 @@ class Fit(NamedTuple):
     """A rank's plan, and how its calls fit under a memory cap.
 
     Attributes:
-        single: calls take one slot, and so wait for each other.
         columns: a call runs as several, each on this number of columns of b; 0: as one.
     """
 
     plan: Plan
-    single: bool = False
     columns: int = 0
 
 
@@ -345,17 +348,17 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
                 f"workspace_bytes: required at least {needed} for schedule {schedule} on "
                 f"{problem}, got {cap}; allow more, or use another schedule"
             )
-        return Fit(whole, single=True)
+        return Fit(whole)
     if not problem.kind.scatters:
         make = partial(plan, problem, schedule, engine.rank, packs_columns=engine.packs_columns)
         try:
-            return Fit(ring(engine, whole, cap, lambda room: make(staging_bytes=room)), single=True)
+            return Fit(ring(engine, whole, cap, lambda room: make(staging_bytes=room)))
         except ValueError as error:
             raise _NoRoom(str(error)) from None
     words = engine.slot_bytes(whole.words, 0)
     data_bytes = max(0, cap - words)
     if words + whole.slot_bytes <= cap:
-        return Fit(whole, single=True)
+        return Fit(whole)
     granule = max(GRANULE, problem.cuts[1])
     columns = problem.n * data_bytes // max(whole.slot_bytes, 1) // granule * granule
     while columns and _bytes_of(whole, columns) > data_bytes:  # buffers are rounded up
@@ -367,7 +370,7 @@ def _fitted(workspace: Workspace, problem: Problem, schedule: Schedule, cap: int
             f"{fewest} columns of schedule {schedule} on {problem}, got {cap}; allow more, or use "
             "serial:collective"
         )
-    return Fit(whole, single=True, columns=columns)
+    return Fit(whole, columns)
 
 
 def ring(engine: Engine, whole: Plan, cap: int, make: Callable[[int], Plan]) -> Plan:

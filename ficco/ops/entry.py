@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 
 from ficco.errors import FiccoError
-from ficco.ops.operands import process_group
+from ficco.ops.operands import not_a_tensor, process_group
 from ficco.options import current, options
 from ficco.runtime.workspace import Workspace, is_told, workspace_for, workspaces
 from ficco.schedules import Schedule
@@ -52,7 +52,7 @@ def check_traced(**operands: torch.Tensor) -> bool:
     if an operand has a tangent."""
     for name, tensor in operands.items():
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: required a torch.Tensor, got {type(tensor).__name__}")
+            raise not_a_tensor(name, tensor)
     if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
         refuse_other_modes(*operands.values())
     traced = bool(watched(*operands.values()))
@@ -102,7 +102,14 @@ def refuse_other_modes(*operands: torch.Tensor) -> None:
 
 
 def refuse_unserved(operands: Mapping[str, torch.Tensor], vmap: bool = False) -> None:
-    """Refuse operands and transforms that layers do not serve, by the functions that it calls."""
+    """Refuse operands and transforms that layers do not serve, by the functions that it calls.
+
+    Raises:
+        ValueError: also if an operand is no tensor.
+    """
+    for name, operand in operands.items():
+        if not isinstance(operand, torch.Tensor):
+            raise not_a_tensor(name, operand)
     refuse_derivatives(vmap)
     refuse_other_modes(*operands.values())
     refuse_sharded(**operands)

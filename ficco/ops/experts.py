@@ -17,9 +17,9 @@ d down       function(hidden).T @ dY for each expert; hidden: kept by the forwar
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial, reduce
+from functools import lru_cache, partial, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,14 +29,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.compute.products import ACTIVATIONS
-from ficco.compute.program import Call, Filled, Groups
-from ficco.compute.ragged_blocks import ends_of, groups_of, index_of, made_whole
+from ficco.compute.program import Call, Filled
+from ficco.compute.ragged_blocks import ends_of, index_of
 from ficco.dma.engine import Engine
 from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.call import keep_to_cap, plain
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
-from ficco.ops.operands import check_dense, check_dtype, process_group
+from ficco.ops.operands import check_dense, check_dtype, no_schedule, not_a_tensor, process_group
 from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors
 from ficco.ops.routing import Blocks, Routing, check_route, make_routing, rounded, route
 from ficco.options import Options, current
@@ -60,15 +60,6 @@ NAME = "experts"
 _cached_layer = lru_cache(maxsize=256)(ExpertLayer)
 
 
-class ExpertCall(NamedTuple):
-    """A call without its operands."""
-
-    group: ProcessGroup
-    schedule: str | Schedule
-    function: str
-    gathers: bool
-
-
 class ExpertRound(NamedTuple):
     """Result of one round.
 
@@ -87,7 +78,7 @@ class ExpertRound(NamedTuple):
 
 @tells_refusals
 def run_round(
-    call: ExpertCall,
+    request: Request,
     blocks: Blocks,
     slots: torch.Tensor,
     operands: Sequence[torch.Tensor],
@@ -101,17 +92,17 @@ def run_round(
     keeps = needs_tokens or needs_up or needs_down
     # The backward multiplies padding rows by zeros, so they must be finite.
     inputs = {**_dispatched(tokens, slots, blocks, keeps), "b": up, "c": down}
-    layer = _layer(NAME, call, blocks, tokens, up, down, keeps)  # may wait for counts
-    results = _run(layer, call, blocks, inputs)
+    layer = _layer(NAME, request, blocks, tokens, up, down, keeps)  # may wait for counts
+    results = _run(layer, request, blocks, inputs)
     back = _returned_rows(results["out"], layer)
-    summed = weighted_sum(back, slots, weights, dtype, _engine(call, tokens))
+    summed = weighted_sum(back, slots, weights, dtype, _engine(request, tokens))
     intermediates = back if needs_weights else None, results.get("gathered"), results.get("hidden")
     return ExpertRound(summed, *intermediates)
 
 
 @tells_refusals
 def round_gradients(
-    call: ExpertCall,
+    request: Request,
     blocks: Blocks,
     slots: torch.Tensor,
     grad: torch.Tensor,
@@ -133,15 +124,15 @@ def round_gradients(
     assert arrived is not None and hidden is not None
     d_out = _weighted_rows(grad, slots, blocks, weights, dtype)
     down_t, up_t = down.transpose(1, 2), up.transpose(1, 2)
-    layer = _layer("dispatch_matmul", call, blocks, d_out, down_t, None, needs_down)
-    results = _run(layer, call, blocks, {"a": d_out, "b": down_t}, "gradients")
-    active, d_hidden = _activation_backward(call.function, hidden, results["hidden"])
+    layer = _layer("dispatch_matmul", request, blocks, d_out, down_t, None, needs_down)
+    results = _run(layer, request, blocks, {"a": d_out, "b": down_t}, "gradients")
+    active, d_hidden = _activation_backward(request.facts["function"], hidden, results["hidden"])
     if needs_tokens:
-        layer = _layer("matmul_combine", call, blocks, d_hidden, None, up_t, False)
+        layer = _layer("matmul_combine", request, blocks, d_hidden, None, up_t, False)
         inputs = {"active": d_hidden, "c": up_t}
-        terms = _returned_rows(_run(layer, call, blocks, inputs, "gradients")["out"], layer)
-        d_tokens = weighted_sum(terms, slots, dtype=dtype, engine=_engine(call, grad))
-    rank, starts = call.group.rank(), None
+        terms = _returned_rows(_run(layer, request, blocks, inputs, "gradients")["out"], layer)
+        d_tokens = weighted_sum(terms, slots, dtype=dtype, engine=_engine(request, grad))
+    rank, starts = request.group.rank(), None
     if blocks.exact:
         starts = _cached_starts(layer, blocks)[LANDING[0]][rank].tolist()
     if needs_up:
@@ -168,7 +159,7 @@ def _activation_backward(
 
 def _layer(
     operator: str,
-    call: ExpertCall,
+    request: Request,
     blocks: Blocks,
     left: torch.Tensor,
     b: torch.Tensor | None,
@@ -177,19 +168,19 @@ def _layer(
 ) -> ExpertLayer:
     """Return the layer of an operator. ``left``: its ``a`` or, without ``b``, its ``active``. ``b``
     and ``c``: matrices of each expert, applied before and after the activation."""
-    matrices = b if b is not None else c
+    matrices, facts = b if b is not None else c, request.facts
     assert matrices is not None
     k, h, n = left.shape[1] if b is not None else 0, matrices.shape[2], 0
     if c is not None:
         h, n = c.shape[1:]
     dtype = str(left.dtype).removeprefix("torch.")
-    function, indexed = (call.function, not blocks.exact) if operator == NAME else ("", False)
+    function, indexed = (facts["function"], not blocks.exact) if operator == NAME else ("", False)
     experts = matrices.shape[0]
-    sizes = call.group.size(), experts, blocks.capacity, k, h, n
-    flags = keeps, call.gathers, blocks.exact, indexed
-    room = _most_rows(blocks, experts, call.gathers) if blocks.exact else (0, 0)
-    facts = _engine(call, left).group_facts
-    return _cached_layer(operator, *sizes, dtype, function, *flags, room, **facts)
+    sizes = request.group.size(), experts, blocks.capacity, k, h, n
+    flags = keeps, facts["gathers"], blocks.exact, indexed
+    room = _most_rows(blocks, experts, facts["gathers"]) if blocks.exact else (0, 0)
+    of_group = _engine(request, left).group_facts
+    return _cached_layer(operator, *sizes, dtype, function, *flags, room, **of_group)
 
 
 def _mean_layer(layer: ExpertLayer, blocks: Blocks) -> ExpertLayer:
@@ -214,15 +205,15 @@ def _most_rows(blocks: Blocks, experts: int, gathers: bool) -> tuple[int, int]:
 
 def _run(
     layer: ExpertLayer,
-    call: ExpertCall,
+    request: Request,
     blocks: Blocks,
     operands: dict[str, torch.Tensor],
     purpose: str = "",
 ) -> dict[str, torch.Tensor]:
     """Run a layer or one of its halves; return its results by name. ``out`` has an extra last row.
     Pairs without a row read it, so it is zero unless the layer is exact."""
-    invocation = RoundCall(layer, call.schedule, blocks, operands, purpose)
-    invoke(call.group, invocation, invocation.like, "tokens", current())
+    invocation = RoundCall(layer, request.schedule, blocks, operands, purpose)
+    invoke(request.group, invocation, invocation.like, "tokens", current())
     return invocation.results
 
 
@@ -246,10 +237,12 @@ class RoundCall(Invocation):
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         self.engine, layer = workspace.engine, self.layer
+        if not isinstance(self.schedule, (str, Schedule)):
+            raise no_schedule(self.schedule)
         setting = options.workspace_bytes, options.machine, self.like.device
         return NAME, layer, layer.room, self.schedule, *setting
 
-    def plan(self, workspace: Workspace, options: Options) -> ExpertKind:
+    def plan(self, workspace: Workspace, options: Options) -> CachedCall:
         engine, layer, known = workspace.engine, self.layer, workspace.known(options.machine)
         mode = "idle" if layer.exact else "queued"  # the host has waited for the device
         mean = _mean_layer(layer, self.blocks)
@@ -257,12 +250,10 @@ class RoundCall(Invocation):
         (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, self.purpose, engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)
-        single = options.workspace_bytes is not None
         agreed = known.text, str(layer.room), self.purpose
-        return new_kind(workspace, plan, options, decision, agreed, single, kind=ExpertKind)
+        return new_kind(workspace, plan, options, decision, agreed)
 
     def allocate(self, cached: CachedCall) -> Call:
-        assert isinstance(cached, ExpertKind)
         tensors = {name: plain(tensor) for name, tensor in self.operands.items()}
         engine, like, filled, unallocated = self.engine, self.like, None, frozenset[str]()
         if self.layer.exact:
@@ -284,22 +275,8 @@ class RoundCall(Invocation):
         return Call(tensors, filled=filled)
 
 
-def _engine(call: ExpertCall, tensor: torch.Tensor) -> Engine:
-    return workspace_for(call.group, tensor, "tokens", NAME, current()).engine
-
-
-class ExpertKind(CachedCall):
-    """Cached plan of a kind of layer."""
-
-    @cached_property
-    def groups(self) -> list[Groups]:
-        """Groups of the plan's grouped products."""
-        return groups_of(self.plan)
-
-    @cached_property
-    def whole(self) -> frozenset[str]:
-        """Buffers written only by grouped products, whose output can be kept instead."""
-        return made_whole(self.plan)
+def _engine(request: Request, tensor: torch.Tensor) -> Engine:
+    return workspace_for(request.group, tensor, "tokens", NAME, current()).engine
 
 
 def _cached_starts(layer: ExpertLayer, blocks: Blocks) -> Mapping[str, np.ndarray[Any, Any]]:
@@ -333,30 +310,17 @@ def _weighted_rows(
     weights: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a row for each pair: the gradient of its token, times its weight."""
-    if not blocks.exact:
-        return spread(grad, slots, blocks.rows, weights, dtype)
-    rows = grad.new_empty(blocks.rows, grad.shape[1], dtype=dtype)
+    """Return a row for each pair: the gradient of its token, times its weight. Padding is zeros.
+    Pairs without a row are written to an extra row, which is cut off; exact blocks have none."""
+    count, columns = blocks.rows, grad.shape[1]
+    if blocks.exact:
+        rows = grad.new_empty(count, columns, dtype=dtype)
+    else:
+        rows = grad.new_zeros(count + 1, columns, dtype=dtype)
     for choice in range(slots.shape[1]):
         scaled = grad * weights[:, choice, None].to(grad.dtype)
         rows.index_copy_(0, slots[:, choice], scaled.to(dtype))
-    return rows
-
-
-def spread(
-    tokens: torch.Tensor,
-    slots: torch.Tensor,
-    rows: int,
-    weights: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Return the rows of all pairs in blocks, with zeros as padding. Pairs without a row are
-    written to an extra row, which is cut off."""
-    out = tokens.new_zeros(rows + 1, tokens.shape[1], dtype=dtype or tokens.dtype)
-    for choice in range(slots.shape[1]):
-        scaled = tokens if weights is None else tokens * weights[:, choice, None].to(tokens.dtype)
-        out.index_copy_(0, slots[:, choice], scaled.to(out.dtype))
-    return out[:-1]
+    return rows[:count]
 
 
 def _returned_rows(rows: torch.Tensor, layer: ExpertLayer) -> torch.Tensor:
@@ -505,7 +469,9 @@ def experts(
     tokens, up, down = under_autocast(tokens, up, down)
     routed = partial(route, capacity=capacity, on_overflow=on_overflow, group=members)
     function = _function(tokens, weights, up, down, activation)
-    gathers = check_split(split)
+    if split not in SPLITS:
+        raise ValueError(f"split: required one of {', '.join(SPLITS)}, got {split!r}")
+    gathers = split == SPLITS[1]  # every rank gets the tokens of all ranks
     total = up.shape[0] * (1 if gathers else members.size())
     if isinstance(indices, Routing):
         _check_routing(indices, total, capacity, on_overflow, members)
@@ -517,33 +483,17 @@ def experts(
     if traced:
         return _trace(request, operands, indices, capacity, on_overflow)
     routing = indices if isinstance(indices, Routing) else routed(indices, total)
-    return summed(_rounds(request, routing, operands), tokens.dtype)
+    return _in_rounds(request, routing, operands)
 
 
-def _rounds(
+def _in_rounds(
     request: Request, routing: Routing, operands: Sequence[torch.Tensor]
-) -> Iterator[torch.Tensor]:
-    """Yield the weighted sums of each round."""
+) -> torch.Tensor:
+    """Return the result of a layer: the sum of its rounds, in the dtype of the tokens."""
     request = request._replace(facts={**request.facts, "blocks": routing})
-    for slots in map(routing.slots, range(routing.rounds)):
-        yield EXPERTS(request, (*operands, slots), traced=False)
-
-
-def summed(rounds: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return the result of a layer: the sum of its rounds in ``dtype``."""
-    total = reduce(torch.add, rounds)
-    return total.to(dtype)
-
-
-def check_split(split: str) -> bool:
-    """Return whether every rank gets the tokens of all ranks.
-
-    Raises:
-        ValueError: there is no such split.
-    """
-    if split not in SPLITS:
-        raise ValueError(f"split: required one of {', '.join(SPLITS)}, got {split!r}")
-    return split == SPLITS[1]
+    slots_of_rounds = map(routing.slots, range(routing.rounds))
+    rounds = (EXPERTS(request, (*operands, slots), traced=False) for slots in slots_of_rounds)
+    return reduce(torch.add, rounds).to(operands[0].dtype)
 
 
 def _function(
@@ -612,7 +562,7 @@ def _fits(routing: torch.Tensor | Routing, tokens: torch.Tensor, weights: torch.
     """Raise ``ValueError`` unless a routing, or its indices, fits the tokens and weights."""
     indices = routing.indices if isinstance(routing, Routing) else routing
     if not isinstance(indices, torch.Tensor):
-        raise ValueError(f"indices: required a torch.Tensor, got {type(indices).__name__}")
+        raise not_a_tensor("indices", indices)
     if indices.shape != weights.shape or indices.shape[:1] != tokens.shape[:1]:
         raise ValueError(
             f"required indices and weights [t, top_k] for {tokens.shape[0]} tokens, got "
@@ -648,11 +598,6 @@ def _trace(
     return EXPERTS.trace(request, (*operands, indices.slots()))
 
 
-def _call_of(request: Request) -> ExpertCall:
-    group, schedule, facts = request
-    return ExpertCall(group, schedule, facts["function"], facts["gathers"])
-
-
 def _total(request: Request, up: torch.Tensor) -> int:
     """Return the number of experts of all ranks."""
     return up.shape[0] * (1 if request.facts["gathers"] else request.group.size())
@@ -668,7 +613,7 @@ def _forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     *operands, slots = operands
     blocks = _blocks(request, operands[2])
     dtype = operands[0].dtype if blocks.rounds == 1 else None
-    return run_round(_call_of(request), blocks, slots, operands, needs[:4], dtype)
+    return run_round(request, blocks, slots, operands, needs[:4], dtype)
 
 
 def _fake_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
@@ -691,9 +636,7 @@ def _save(tensors: Tensors, needs: Needs) -> Saved:
 def _backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     _, weights, up, down, slots, _, *intermediates = saved
     operands, blocks = (weights, up, down), _blocks(request, up)
-    gradients = round_gradients(
-        _call_of(request), blocks, slots, grad, operands, intermediates, needs[:4]
-    )
+    gradients = round_gradients(request, blocks, slots, grad, operands, intermediates, needs[:4])
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -714,7 +657,7 @@ def _routed(request: Request, up: torch.Tensor, indices: torch.Tensor) -> Routin
 def _all_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     *operands, indices = operands
     routing = _routed(request, operands[2], indices)
-    return (summed(_rounds(request, routing, operands), operands[0].dtype),)
+    return (_in_rounds(request, routing, operands),)
 
 
 def _all_fake_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
@@ -730,12 +673,13 @@ def _all_save(tensors: Tensors, needs: Needs) -> Saved:
 def _all_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) -> Tensors:
     """Sum the gradients of all rounds, the last round first, as autograd does. Only operands were
     saved, so the routing and each round's forward run again."""
-    (*operands, indices, _), call = saved, _call_of(request)
+    *operands, indices, _ = saved
     routing, total = _routed(request, operands[2], indices), None
     for turn in reversed(range(routing.rounds)):
         slots = routing.slots(turn)
-        _, *intermediates = run_round(call, routing, slots, operands, needs[:4], None)
-        parts = round_gradients(call, routing, slots, grad, operands[1:], intermediates, needs[:4])
+        _, *intermediates = run_round(request, routing, slots, operands, needs[:4], None)
+        inputs = grad, operands[1:], intermediates, needs[:4]
+        parts = round_gradients(request, routing, slots, *inputs)
         gradients = [part for part in parts if part is not None]
         total = gradients if total is None else list(map(torch.add, total, gradients))
     assert total is not None

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from math import prod
@@ -45,9 +44,9 @@ from ficco.ops.gradients import (
     rows_multiplied,
     to_save,
 )
-from ficco.ops.operands import Scales, check_operands, check_scaled, frozen
+from ficco.ops.operands import Scales, check_operands, check_rows, check_scaled, frozen
 from ficco.ops.recipes import check_operands_of, recipe_from
-from ficco.ops.record import Declared, declare, overload, refuse_second
+from ficco.ops.record import declare, overload, refuse_second
 from ficco.options import carried, current, from_text, saves_gathered, to_text
 from ficco.problems.products import OPERATORS
 
@@ -118,34 +117,9 @@ class _Backward(NamedTuple):
     recipe: str = ""
 
 
-@dataclass(frozen=True)
-class Registered:
-    """The ``torch.library`` operators of one of ficco's operators."""
-
-    operator: str
-
-    @property
-    def product(self) -> OpOverload:
-        return overload(self.operator)
-
-    @property
-    def gathered(self) -> OpOverload | None:
-        return overload(f"{self.operator}_gathered") if self.operator in GATHERS else None
-
-    @property
-    def backward(self) -> OpOverload:
-        return overload(f"{self.operator}_backward")
-
-    @property
-    def scaled(self) -> OpOverload | None:
-        return None if OPERATORS[self.operator].inner else overload(f"{self.operator}_scaled")
-
-    @property
-    def scaled_gathered(self) -> OpOverload | None:
-        return overload(f"{self.operator}_scaled_gathered") if self.operator in GATHERS else None
-
-
-OPS = {operator: Registered(operator) for operator in DUAL}
+def product_of(operator: str, scaled: bool = False, gathered: bool = False) -> OpOverload:
+    """Return the ``torch.library`` operator of a product; can be traced."""
+    return overload(operator + "_scaled" * scaled + "_gathered" * gathered)
 
 
 def call(
@@ -163,36 +137,23 @@ def call(
     """Make a call through its ``torch.library`` operator; can be traced."""
     if not torch.compiler.is_compiling():
         rows = frozen(rows)
+        check_rows(rows)
     flat = None
     if rows is not None:  # an all-to-all's table row by row
         flat = [n for row in rows for n in (row if isinstance(row, (list, tuple)) else [row])]
-    ops = OPS[operator]
     if scales is not None:
-        return _call_scaled(ops, a, b, scales, (group, schedule, flat, options), return_gathered)
+        if OPERATORS[operator].inner:
+            raise NotImplementedError(f"{operator} does not take float8 operands; pass bfloat16")
+        *others, quantize = scales
+        op = product_of(operator, True, return_gathered)
+        results = op(a, b, *others, group, schedule, flat, options, quantize)
+        return results if return_gathered else (results, None)
     saves = saves_gathered(options) and torch.is_grad_enabled() and b.requires_grad
     # A float8 product gathers cast rows; the gradient of b needs rows that are not cast.
-    if ops.gathered and (return_gathered or saves) and not recipe:
-        out, gathered = ops.gathered(a, b, group, schedule, flat, options)
+    if operator in GATHERS and (return_gathered or saves) and not recipe:
+        out, gathered = product_of(operator, False, True)(a, b, group, schedule, flat, options)
         return out, gathered if return_gathered else None
-    return ops.product(a, b, group, schedule, flat, options, recipe), None
-
-
-def _call_scaled(
-    ops: Registered,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scales: Scales,
-    call_arguments: tuple[Any, ...],
-    return_gathered: bool,
-) -> Result:
-    *others, quantize = scales
-    arguments = *others, *call_arguments, quantize
-    if return_gathered and ops.scaled_gathered:
-        results: tuple[torch.Tensor, torch.Tensor] = ops.scaled_gathered(a, b, *arguments)
-        return results
-    if ops.scaled is None:
-        raise NotImplementedError(f"{ops.operator} does not take float8 operands; pass bfloat16")
-    return ops.scaled(a, b, *arguments), None
+    return product_of(operator)(a, b, group, schedule, flat, options, recipe), None
 
 
 def _operator_call(operator: str, inputs: _Forward | _Scaled | _Backward) -> OperatorCall:
@@ -270,7 +231,8 @@ def _autograd(
     grads: list[torch.Tensor] = []
     if needs_a or needs_b:
         rest = ctx.shape, ctx.columns, needs_a, needs_b, *ctx.call
-        grads = OPS[operator].backward(grad, grad_gathered, *ctx.saved_tensors, *rest)
+        gradients = overload(f"{operator}_backward")
+        grads = gradients(grad, grad_gathered, *ctx.saved_tensors, *rest)
     results = iter(grads)
     return next(results) if needs_a else None, next(results) if needs_b else None, *[None] * 5
 
@@ -338,23 +300,19 @@ def _declare(operator: str) -> None:
         schema = (_SCALED if scaled else _FORWARD) + ("(Tensor, Tensor)" if gathered else "Tensor")
         declare(
             operator + "_scaled" * scaled + "_gathered" * gathered,
-            Declared(
-                schema,
-                partial(_forward, operator, gathered, form),
-                partial(_fake_forward, operator, gathered, form),
-                None if scaled else (partial(_autograd, operator), _setup_context),
-                partial(_forward_flops, operator, gathered),
-            ),
+            schema,
+            partial(_forward, operator, gathered, form),
+            partial(_fake_forward, operator, gathered, form),
+            None if scaled else (partial(_autograd, operator), _setup_context),
+            partial(_forward_flops, operator, gathered),
         )
     declare(
         f"{operator}_backward",
-        Declared(
-            _BACKWARD,
-            partial(_backward, operator),
-            partial(_fake_backward, operator),
-            (refuse_second, None),
-            partial(_backward_flops, operator),
-        ),
+        _BACKWARD,
+        partial(_backward, operator),
+        partial(_fake_backward, operator),
+        (refuse_second, None),
+        partial(_backward_flops, operator),
     )
 
 

@@ -30,6 +30,18 @@ from ficco.problems.scaling import (
 _IN_ORDER = "_ficco_in_order"
 
 
+def not_a_tensor(name: str, value: Any) -> ValueError:
+    """Return the error of an operand that is no tensor."""
+    return ValueError(f"{name}: required a torch.Tensor, got {type(value).__name__}")
+
+
+def no_schedule(value: Any) -> ValueError:
+    """Return the error of a schedule that is neither a name nor a Schedule."""
+    return ValueError(
+        f"schedule: required a name or a ficco.Schedule, got {value!r}; pass one, or 'auto'"
+    )
+
+
 def process_group(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     """Return the group of a call: WORLD by default, or the group of a one-dimensional mesh.
 
@@ -92,6 +104,18 @@ def frozen(rows: Any) -> Any:
         return rows
     integral = isinstance(rows, SupportsIndex) and not isinstance(rows, bool)
     return index(rows) if integral else _InvalidSize(rows)
+
+
+def check_rows(rows: Any) -> None:
+    """Raise ``ValueError`` unless rows, from :func:`frozen`, are None, numbers, or a table of them.
+    The operators of ``torch.library``, which have no words of their own, take only these."""
+    if rows is None:
+        return
+    sizes: list[Any] = [None]
+    if isinstance(rows, tuple):
+        sizes = [size for row in rows for size in (row if isinstance(row, tuple) else [row])]
+    if not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
+        raise ValueError(f"rows: required a list of whole numbers, got {rows!r}; pass one")
 
 
 def bounds_of(cu_seqlens: Any) -> Any:

@@ -34,7 +34,7 @@ from ficco.ops.entry import (
     watched,
 )
 from ficco.ops.gradients import CASTING, PRODUCT, OperatorCall, ProductRequest, by_columns
-from ficco.ops.operands import LEFT, Scales, check_types, frozen, process_group
+from ficco.ops.operands import LEFT, Scales, check_types, frozen, not_a_tensor, process_group
 from ficco.ops.record import differentiable
 from ficco.options import current_text
 from ficco.runtime.counters import stays
@@ -538,8 +538,7 @@ def operate(
 ) -> Result:
     """Return the product of one call, and the gathered A or None."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        name, other = ("b", b) if isinstance(a, torch.Tensor) else (LEFT[operator], a)
-        raise ValueError(f"{name}: required a torch.Tensor, got {type(other).__name__}")
+        raise not_a_tensor(*("b", b) if isinstance(a, torch.Tensor) else (LEFT[operator], a))
     ranks = process_group(group)
     if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
         refuse_other_modes(a, b)

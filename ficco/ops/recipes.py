@@ -10,7 +10,7 @@ import torch
 
 from ficco.compute.scaled import float8_of, multiply_scaled, quantized
 from ficco.ops.operands import Scales
-from ficco.ops.record import Declared, declare
+from ficco.ops.record import declare
 from ficco.problems.scaling import CASTS, MULTIPLE, RECIPES, RESULTS
 
 #: Scalings of devices that have an engine.
@@ -110,9 +110,9 @@ def _fake_product(a: torch.Tensor, weight: torch.Tensor, text: str, backward: bo
 
 declare(
     "float8_product",
-    Declared(
-        "(Tensor a, Tensor weight, str recipe, bool backward) -> Tensor", _product, _fake_product
-    ),
+    "(Tensor a, Tensor weight, str recipe, bool backward) -> Tensor",
+    _product,
+    _fake_product,
 )
 
 

@@ -196,9 +196,9 @@ class Record:
         autograd = self._autograd, self._save
         counts = (self._count, self._count_backward) if self.flops else (None, None)
         forward = self._schema, self._real_forward, self._fake_of_forward, autograd, counts[0]
-        declare(self.name, Declared(*forward))
+        declare(self.name, *forward)
         backward = self._backward_schema, real, fake, (refuse_second, None), counts[1]
-        declare(back, Declared(*backward))
+        declare(back, *backward)
 
     @cached_property
     def _eager(self) -> Differentiable:
@@ -350,14 +350,22 @@ def _in_force(text: str) -> Iterator[None]:
 
 # Registration.
 
-_DECLARED: dict[str, Declared] = {}
+#: By name, the registration of a declared operator.
+_DECLARED: dict[str, Callable[[], None]] = {}
 _LOCK = RLock()
 
 
-class Declared(NamedTuple):
-    """An operator of ``torch.library``.
+def declare(
+    name: str,
+    schema: str,
+    real: Callable[..., Any],
+    fake: Callable[..., Any],
+    autograd: tuple[Callable[..., Any], Callable[..., Any] | None] | None = None,
+    operations: Callable[..., int] | None = None,
+) -> None:
+    """Have an operator of ``torch.library`` registered when it is first used.
 
-    Attributes:
+    Args:
         schema: without the name.
         real: the implementation.
         fake: allocates the results without computing them.
@@ -366,16 +374,18 @@ class Declared(NamedTuple):
         operations: number of operations, from shapes, for ``torch.utils.flop_counter``.
     """
 
-    schema: str
-    real: Callable[..., Any]
-    fake: Callable[..., Any]
-    autograd: tuple[Callable[..., Any], Callable[..., Any] | None] | None = None
-    operations: Callable[..., int] | None = None
+    def register() -> None:
+        qualified = f"ficco::{name}"
+        torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(qualified, "CompositeExplicitAutograd", real)
+        torch.library.register_fake(qualified, fake)
+        if autograd is not None:
+            gradients, save = autograd
+            torch.library.register_autograd(qualified, gradients, setup_context=save)
+        if operations is not None:
+            _count(getattr(torch.ops.ficco, name), operations)
 
-
-def declare(name: str, operator: Declared) -> None:
-    """Have an operator registered when it is first used."""
-    _DECLARED[name] = operator
+    _DECLARED[name] = register
 
 
 def overload(name: str) -> OpOverload:
@@ -387,23 +397,11 @@ def overload(name: str) -> OpOverload:
 def _load(name: str) -> Any:
     """Return an operator that the namespace does not have yet, after registering it."""
     with _LOCK:
-        if operator := _DECLARED.pop(name, None):  # popped: registration looks the name up again
-            _register(name, operator)
+        if register := _DECLARED.pop(name, None):  # popped: registration looks the name up again
+            register()
         if name in vars(torch.ops.ficco):
             return vars(torch.ops.ficco)[name]
     raise AttributeError(name)  # the namespace then searches PyTorch's registry
-
-
-def _register(name: str, operator: Declared) -> None:
-    qualified = f"ficco::{name}"
-    torch.library.define(qualified, operator.schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(qualified, "CompositeExplicitAutograd", operator.real)
-    torch.library.register_fake(qualified, operator.fake)
-    if operator.autograd is not None:
-        gradients, save = operator.autograd
-        torch.library.register_autograd(qualified, gradients, setup_context=save)
-    if operator.operations is not None:
-        _count(getattr(torch.ops.ficco, name), operator.operations)
 
 
 def _count(packet: Any, operations: Callable[..., int]) -> None:

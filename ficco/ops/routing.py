@@ -21,7 +21,7 @@ from ficco.accelerator import gpu
 from ficco.errors import UNSCHEDULED, FiccoError
 from ficco.ops.entry import check_traced, tells_refusals
 from ficco.ops.operands import check_dense, process_group
-from ficco.ops.record import Declared, declare, overload
+from ficco.ops.record import declare, overload
 from ficco.options import current
 from ficco.problems.specification import MOST
 from ficco.runtime.board import COUNTS
@@ -196,7 +196,6 @@ class Routing(Blocks):
                 "called for its group, got one whose exchange of counts it ended; call ficco.route "
                 "again"
             )
-        self._pending = None
         try:
             workspace.raise_error()
             if self._counted is not None:
@@ -210,6 +209,7 @@ class Routing(Blocks):
         except BaseException as error:
             workspace.end(error)
             raise
+        self._pending = None
         largest = int(self._all_counts.max())
         if self._capacity is None:
             self._capacity = rounded(largest)
@@ -423,9 +423,7 @@ def _fake(
 
 declare(
     NAME,
-    Declared(
-        "(Tensor indices, SymInt experts, SymInt capacity, str group) -> (Tensor, Tensor)",
-        _traced,
-        _fake,
-    ),
+    "(Tensor indices, SymInt experts, SymInt capacity, str group) -> (Tensor, Tensor)",
+    _traced,
+    _fake,
 )

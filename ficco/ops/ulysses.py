@@ -16,9 +16,8 @@ the weights   ``all_to_all_matmul``                   ``all_to_all_matmul``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -202,8 +201,7 @@ class HeadsCall(Invocation):
         (plan,) = heads_plans(problem, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, "", engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)
-        single = options.workspace_bytes is not None
-        return new_kind(workspace, plan, options, decision, agreed, single)
+        return new_kind(workspace, plan, options, decision, agreed)
 
     def allocate(self, cached: CachedCall) -> Call:
         tensors = {
@@ -322,9 +320,12 @@ def ulysses_project(
     """
     operands = {"x": x, "q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
     traced, group = check_traced(**operands), process_group(group)
-    x, *weights = _checked(group, operands, partial(_check_project, size))
+    operands = dict(zip(operands, under_autocast(*operands.values()), strict=True))
+    _check_project(size, group, operands)
+    x, *weights = operands.values()
     request = Request(group, schedule, {"size": size, "batch": x.shape[0]})
-    rows, keys = _by_positions(x), _Shares.of(request, weights[0].shape, weights[1].shape).keys_each
+    keys = _Shares.of(request, weights[0].shape, weights[1].shape).keys_each
+    rows = x.transpose(0, 1).flatten(0, 1)  # [S/W * batch, features]
     heads = PROJECTION(request, (rows, *weights), traced)
     return _split(heads.unflatten(0, (-1, x.shape[0])), keys)
 
@@ -368,40 +369,16 @@ def ulysses_output(
         RankMismatch: ranks make different calls.
         SignalTimeout, PeerFailed: as for any call.
     """
-    operands = {"out": out, "weight": weight}
-    traced, group = check_traced(**operands), process_group(group)
-    out, weight = _checked(group, operands, _check_output)
-    batch, heads, *_ = out.shape
+    traced, group = check_traced(out=out, weight=weight), process_group(group)
+    out, weight = under_autocast(out, weight)
+    _check_output(group, {"out": out, "weight": weight})
+    (batch, heads, positions, size), world = out.shape, group.size()
     request = Request(group, schedule, {"heads": heads, "batch": batch})
-    rows = OUTPUT_PROJECTION(request, (_as_blocks(out, group.size()), weight), traced)
-    return _rows_by_batch(rows, batch)
-
-
-def _as_blocks(out: torch.Tensor, world: int) -> torch.Tensor:
-    """Return attention of a rank's heads as rows of positions, one block for each rank."""
-    batch, heads, positions, size = out.shape
-    return out.permute(2, 0, 1, 3).reshape(world, positions // world * batch, heads * size)
-
-
-def _by_positions(x: torch.Tensor) -> torch.Tensor:
-    """Return [batch, S/W, features] as rows, [S/W * batch, features]."""
-    return x.transpose(0, 1).flatten(0, 1)
-
-
-def _rows_by_batch(rows: torch.Tensor, batch: int) -> torch.Tensor:
-    """Return [S/W * batch, features] as [batch, S/W, features]."""
-    return rows.view(-1, batch, rows.shape[1]).transpose(0, 1)
-
-
-def _checked(
-    group: ProcessGroup,
-    operands: dict[str, torch.Tensor],
-    check: Callable[[ProcessGroup, dict[str, torch.Tensor]], None],
-) -> list[torch.Tensor]:
-    """Return the operands, cast under autocast, after ``check`` has accepted them."""
-    cast = dict(zip(operands, under_autocast(*operands.values()), strict=True))
-    check(group, cast)
-    return list(cast.values())
+    # Rows of positions, one block for each rank.
+    rows = out.permute(2, 0, 1, 3)
+    blocks = rows.reshape(world, positions // world * batch, heads * size)
+    y = OUTPUT_PROJECTION(request, (blocks, weight), traced)  # [S/W * batch, features]
+    return y.view(-1, batch, y.shape[1]).transpose(0, 1)
 
 
 def _check_project(size: int, group: ProcessGroup, operands: Mapping[str, torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, GraphModule, Node
 
-from ficco.ops.library import OPS
+from ficco.ops.library import product_of
 from ficco.ops.operands import process_group
 from ficco.passes.graph import (
     COLLECTIVES,
@@ -498,7 +498,7 @@ def _apply_epilogue(pattern: Epilogue, schedule: str, write: Writer) -> Callable
         right = [_matrix(write, at, one) for one in pattern.products]
         b = write(at, aten.cat.default, right, 0)
         notes.append(f"the sum of {len(left)} products is one product of joined operands")
-        out = write(at, OPS[pattern.operator].product, a, b, call.group, schedule)
+        out = write(at, product_of(pattern.operator), a, b, call.group, schedule)
     else:
         of_a = chosen.scales[0] if chosen.scales else None
         if of_a is not None and not same(tensor_of(of_a).numel(), 1):
@@ -545,14 +545,13 @@ def _call(
 ) -> tuple[Node, Node | None]:
     """The nodes of an operator's product and, if asked for, of the gathered A. ``of_a``: the scale
     of a."""
-    registered, operands = OPS[name], [a, _matrix(write, at, chosen)]
-    ops: Any = registered.product, registered.gathered
+    operands = [a, _matrix(write, at, chosen)]
     if of_a is not None:
-        ops = registered.scaled, registered.scaled_gathered
         more: Any = of_a, _scale_of_b(write, at, chosen), chosen.bias
         operands += [*more, tensor_of(chosen.node).dtype, chosen.fast_accum]  # type: ignore[list-item]
+    op = product_of(name, of_a is not None, gathered)
     try:
-        results = write(at, ops[gathered], *operands, call.group, schedule)
+        results = write(at, op, *operands, call.group, schedule)
     except (ValueError, NotImplementedError) as error:
         raise Leave(str(error), chosen.node) from None
     if not gathered:

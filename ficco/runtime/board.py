@@ -510,12 +510,8 @@ class Board:
 
     def _passed(self, rank: int, number: int) -> bool:
         """Whether a rank has posted a call, even if its entry has been overwritten."""
-        return not self._behind(self._rings[rank].item(number % ENTRIES), number)
-
-    @staticmethod
-    def _behind(entry: int, number: int) -> bool:
-        """Whether an entry is empty, or belongs to a call before this number."""
-        return not entry or ((entry >> _DIGEST_BITS) - number) % _NUMBERS >= _NUMBERS // 2
+        entry = self._rings[rank].item(number % ENTRIES)
+        return bool(entry) and ((entry >> _DIGEST_BITS) - number) % _NUMBERS < _NUMBERS // 2
 
     def _latest(self, rank: int, number: int) -> int:
         """Number of a rank's latest call, near ``number``; 0 if the rank has posted none."""

@@ -148,7 +148,7 @@ def counters(*, reset: bool = False) -> dict[tuple[str, str], CallCounts]:
         reset: count from zero afterwards.
     """
     by_source: dict[tuple[str, str], dict[str, Sums]] = {}
-    for (group, operator, source), sums in _sums.items():
+    for (group, operator, source), sums in list(_sums.items()):  # threads may add others
         if sums.calls:
             by_source.setdefault((group, operator), {})[source] = replace(sums)
         if reset:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch.autograd import _profiler_enabled
 
 from ficco.accelerator import gpu
-from ficco.compute.program import Op, Program, Slot, Symmetric, callers
+from ficco.compute.program import Call, Op, Program, Slot, Symmetric, callers
 from ficco.dma.engine import Engine
 from ficco.plan import Plan, Reduction, Transfer, in_parts, together, unknown
 from ficco.plan.model import Applied, Attendings, Crossing, LibraryMove, Products
@@ -25,8 +24,6 @@ VARIABLE = "FICCO_RANGES"
 STEPS = os.environ.get(VARIABLE) == "steps"
 #: Tools that record NVTX set NVTX_INJECTION64_PATH before a process starts.
 TOOLED = STEPS or "NVTX_INJECTION64_PATH" in os.environ
-
-Given = TypeVar("Given")
 
 
 def _always() -> bool:
@@ -157,14 +154,14 @@ def _taken_apart(plan: Plan, engine: Engine) -> Plan:
     return plan if can.tiles else in_parts(plan)
 
 
-def _as_range(text: str, do: Callable[[Given], None]) -> Callable[[Given], None]:
-    """Wrap a function of one argument in a range, while a profiler records ranges."""
+def _as_range(text: str, op: Op) -> Op:
+    """Wrap an operation in a range, while a profiler records ranges."""
 
-    def run(argument: Given) -> None:
+    def run(call: Call) -> None:
         if active():
             with marked(text):
-                do(argument)
+                op(call)
         else:
-            do(argument)
+            op(call)
 
     return run

@@ -20,14 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import get_ident
-from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_process_group_name
 
 from ficco.compute.products import OVERRIDES, refuse_overrides
-from ficco.compute.program import Call, Program, Slot, Symmetric
+from ficco.compute.program import Call, Groups, Program, Slot, Symmetric
+from ficco.compute.ragged_blocks import groups_of, made_whole
 from ficco.dma import engine_name, make_engine
 from ficco.dma.engine import Engine, Span
 from ficco.dma.host import backend_of, hosts_of
@@ -134,6 +134,16 @@ class CachedCall:
             for buffer in self.plan.buffers
             if buffer.memory in ("result", "local") and buffer.name != "out"
         ]
+
+    @cached_property
+    def groups(self) -> list[Groups]:
+        """Groups of the plan's grouped products."""
+        return groups_of(self.plan)
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """Buffers written only by grouped products, whose output can be kept instead."""
+        return made_whole(self.plan)
 
     def forget(self, slot: Slot | None = None) -> None:
         """Drop the program of a slot that is about to be freed; by default, all programs."""
@@ -609,17 +619,17 @@ def workspaces(group: ProcessGroup | None = None) -> list[Workspace]:
     """Open workspaces of a group; by default, of all groups."""
     return [
         workspace
-        for (owner, _, _), workspace in _workspaces.items()
+        for (owner, _, _), workspace in list(_workspaces.items())  # threads may add others
         if group is None or owner is group
     ]
 
 
 def close(group: ProcessGroup | None = None) -> None:
     """Close the workspaces of a group; by default, of all groups. See :func:`ficco.close`."""
-    wanted = [key for key in _workspaces if group is None or key[0] is group]
+    wanted = [key for key in list(_workspaces) if group is None or key[0] is group]
     for key in wanted:
         _workspaces[key].refuse_within_block("close")
-    for key in [key for key in _failed if group is None or key[0] is group]:
+    for key in [key for key in list(_failed) if group is None or key[0] is group]:
         del _failed[key]
     carry_out(partial(_leave, key) for key in wanted)
 
@@ -690,31 +700,27 @@ class Invocation(ABC):
         raise NotImplementedError
 
 
-#: Type of the cache entry of a kind of call.
-Kind = TypeVar("Kind", bound=CachedCall)
-
-
 def new_kind(
     workspace: Workspace,
     plan: Plan,
     options: Options,
     decision: Decision | None,
     agreed: Iterable[str] = (),
-    single: int = 0,
+    single: int | None = None,
     source: tuple[Symmetric, int] | None = None,
-    kind: type[Kind] = CachedCall,  # type: ignore[assignment]
-) -> Kind:
+) -> CachedCall:
     """Cache entry of a new kind of call.
 
     The ranks compare the problem, the schedule, the cap on memory and the texts ``agreed``.
-    ``single``: see :meth:`Workspace.slot`. ``source``: see :class:`Program`. ``decision``: of the
-    schedule, None if there was no choice.
+    ``single``: see :meth:`Workspace.slot`; by default 1 under a cap, which holds for one slot, else
+    0. ``source``: see :class:`Program`. ``decision``: of the schedule, None if there was no choice.
     """
     cap = () if options.workspace_bytes is None else (f"workspace_bytes={options.workspace_bytes}",)
+    single = int(bool(cap)) if single is None else single
     text = ", ".join((str(plan.problem), f"schedule {plan.schedule}", *agreed, *cap))
     increment, exposure = counters.account_of(workspace.group_name, plan, decision)
     digest = workspace.board.describe(text)
-    return kind(plan, digest, single, source, increment=increment, exposure=exposure)
+    return CachedCall(plan, digest, single, source, increment=increment, exposure=exposure)
 
 
 def begin(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
+from numbers import Integral
 from typing import Any
 
 #: How pieces share steps. Of the first two, a kernel sums products where they are, at the peers.
@@ -147,19 +148,20 @@ class Schedule:
                 "beta: required the own product last (uniform=False), since it adds itself to the "
                 "sum of all others"
             )
-        if isinstance(self.pieces, tuple) and len(set(self.pieces)) == 1:
-            object.__setattr__(self, "pieces", len(self.pieces))
-        weights = self.pieces if isinstance(self.pieces, tuple) else (self.pieces + 1,)
-        if not weights or min(weights) < 1:
+        several = isinstance(self.pieces, tuple)
+        weights: Any = self.pieces if several else (self.pieces,)
+        if not weights or any(not isinstance(one, Integral) or one < several for one in weights):
             raise ValueError(NO_SIZE.format(self.pieces))
+        if several and len(set(weights)) == 1:
+            object.__setattr__(self, "pieces", len(weights))
         if self.mover == "collective" and replace(self, mover="dma") != NAMED["serial"]:
             raise ValueError(
                 "collective: required the schedule serial without other knobs, since a collective "
                 "moves everything at once, in its own way"
             )
         for name in ("tail", "copy", "compute"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: required at least 1, got {getattr(self, name)}")
+            if not isinstance(count := getattr(self, name), Integral) or count < 1:
+                raise ValueError(f"{name}: required at least 1, got {count!r}")
 
     @property
     def sums_in_place(self) -> bool:

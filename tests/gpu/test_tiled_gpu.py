@@ -79,7 +79,7 @@ def chosen(request: pytest.FixtureRequest) -> Chosen:
 
 def tiles_of(chosen: Chosen, work: Work, cut: Cut = Cut.END) -> TileList:
     products, tiling = chosen
-    return listed(work, tiling, cut, int(products.clusters(tiling)), COSTS)
+    return listed(work, tiling, cut, products.processors // tiling.blocks, COSTS)
 
 
 # Exact.

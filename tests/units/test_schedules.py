@@ -90,6 +90,8 @@ NO_SCHEDULES: list[tuple[str | dict[str, Any], str]] = [
     ({"grouping": "tiled", "mover": "kernel"}, "tiled: required mover='dma'"),
     ({"pieces": ()}, "positive"),
     ({"pieces": -1}, "positive"),
+    ({"pieces": [4, 2, 1]}, "positive"),
+    ({"copy": "4"}, "copy: required at least 1, got '4'"),
 ]
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ficco.accelerator import gpu
-from ficco.compute.tiled.worklist import TileList, TileRates, Tiling, Work, best
+from ficco.compute.tiled.worklist import TileList, TileRates, Work, best
 
 #: Bytes and elements of the unit that kernels load.
 UNIT, UNIT_ELEMENTS = 16, 8
@@ -254,10 +254,6 @@ class TiledProducts:
     def best(self, work: Work, types: TileTypes, b_rows: bool, spare: int = 0) -> TileList:
         """Fastest predicted list that leaves ``spare`` processors to other kernels."""
         return best(work, self.kernel.rates(types), self.processors - spare, b_rows)
-
-    def clusters(self, tiling: Tiling, spare: int = 0) -> int:
-        """Clusters of a launch that leaves ``spare`` processors to other kernels."""
-        return (self.processors - spare) // tiling.blocks
 
     def prepare(
         self,
