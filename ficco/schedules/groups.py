@@ -278,10 +278,6 @@ class Groups:
             (length, self.columns) if self.schedule.dims == 1 else (self.block(unit.peer), length)
         )
 
-    def region(self, buffer: str, rank: int, row: int, unit: Unit) -> Region:
-        """The region of a unit in a buffer. The unit's block begins at ``row`` of the buffer."""
-        return self.regions(buffer, rank, row, [unit])[0]
-
     def regions(self, buffer: str, rank: int, row: int, units: list[Unit]) -> list[Region]:
         """The regions of units of one block, which begins at ``row`` of the buffer."""
         if self.schedule.dims == 1:

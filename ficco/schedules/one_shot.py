@@ -121,17 +121,15 @@ class OneShotStage(Stage):
         self._sum(world.rounds - 1)
         waited = any(not s.released for step in self.steps for s in step.waits)
         begun = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
-        posts = () if world.two_shot else tuple(world.done(me, peer) for peer in peers)
+        posts = tuple[Signal, ...]()
         if world.two_shot:
             self._keep()
+        else:
+            posts = tuple(world.done(me, peer) for peer in peers)
+            self.builder.silent += tuple(world.done(peer, me) for peer in peers)
         if begun or posts:
             after = self.builder.lasts()
             self.add(Step(None, "sync", "has read", begun, posts=posts, after=after))
-
-    def silent(self) -> tuple[Signal, ...]:
-        """The signals that the peers have read."""
-        peers = () if self.world.two_shot else self.peers
-        return tuple(self.world.done(peer, self.me) for peer in peers)
 
     def _multiply(self, piece: int) -> None:
         """Multiply one piece of every rank in one step, and signal it to the peers."""
