@@ -16,9 +16,10 @@ from ficco.plan import Crossing, Plan
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.specification import AnyProblem
-from ficco.schedules import NAMED, Schedule, plan, plans, refusal
+from ficco.schedules import NAMED, Schedule, refusal
 from ficco.schedules.attention import attention_plans
 from ficco.schedules.attention import refusal as attention_refusal
+from ficco.schedules.build import plans_of
 from ficco.schedules.experts import expert_plans
 from ficco.schedules.heads import heads_plans
 from ficco.simulate import predict, simulate
@@ -115,8 +116,8 @@ class Family:
     """Operators that share planning, prediction and decision.
 
     Attributes:
-        make: returns the Plans of a problem under a schedule. Takes ranks (None: all), a cap on
-            staging in bytes (None: no cap), and whether columns are packed where they land.
+        make: returns the Plans of a problem under a schedule. Takes ranks, a cap on staging in
+            bytes (None: no cap), and whether columns are packed where they land.
         compared: names of the schedules to compare.
         default: schedule of a problem in a mode, if predictions are impossible.
         margin: predicted gain over serial below which serial is taken; None: the machine's.
@@ -177,6 +178,7 @@ class Family:
         """
         if staging_bytes is not None and (why := self.uncapped(problem, staging_bytes)):
             raise InvalidArgument("workspace_bytes", why)
+        ranks = range(problem.world) if ranks is None else ranks
         return self.make(problem, schedule, ranks, staging_bytes, packs_columns)
 
     def schedules(
@@ -303,14 +305,6 @@ class ProductFamily(Family):
         return bounds(problem, machine, predict or self.seconds, mode)
 
 
-def _product_plans(
-    problem: Problem, schedule: Schedule, ranks: Sequence[int] | None, *options: Any
-) -> list[Plan]:
-    if ranks is None:
-        return plans(problem, schedule, *options)
-    return [plan(problem, schedule, rank, *options) for rank in ranks]
-
-
 def _product_default(problem: Problem, mode: str) -> str:
     if problem.transposed:  # no collective serves it
         return FALLBACK["idle"]
@@ -330,7 +324,7 @@ def _uncapped_products(problem: Problem, nbytes: int) -> str:
 
 
 PRODUCTS = ProductFamily(
-    _product_plans,
+    plans_of,
     default=_product_default,
     tie=TIE,
     refusal=refusal,

@@ -48,7 +48,7 @@ def plan(
         ValueError: the schedule cannot serve the operator, or the cap is too small for its largest
             step.
     """
-    return _plans(problem, schedule, [rank], staging_bytes, packs_columns)[0]
+    return plans_of(problem, schedule, [rank], staging_bytes, packs_columns)[0]
 
 
 def plans(
@@ -58,7 +58,7 @@ def plans(
     packs_columns: bool = False,
 ) -> list[Plan]:
     """The Plans of all ranks."""
-    return _plans(problem, schedule, range(problem.world), staging_bytes, packs_columns)
+    return plans_of(problem, schedule, range(problem.world), staging_bytes, packs_columns)
 
 
 def refusal(problem: Problem, schedule: Schedule) -> str:
@@ -148,13 +148,14 @@ def _all_nameless(problem: Problem, schedule: Schedule) -> list[Plan]:
 
 
 @paused()
-def _plans(
+def plans_of(
     problem: Problem,
     schedule: Schedule,
     ranks: Sequence[int],
     staging_bytes: int | None,
     packs_columns: bool,
 ) -> list[Plan]:
+    """The Plans of some ranks: see :func:`plan`."""
     if schedule.own:
         every = own_plans(problem, schedule)
         if staging_bytes is not None and every[0].slot_bytes > staging_bytes:

@@ -18,7 +18,7 @@ from itertools import chain
 from typing import NamedTuple
 from weakref import proxy
 
-from ficco.plan.model import Plan, Product, Products, Region, Signal, Step, Transfer
+from ficco.plan.model import Plan, Product, Products, Region, Signal, Step, Transfer, paused
 from ficco.problems.experts import ExpertLayer
 from ficco.schedules.builder import REDUCE_LANE, Block, Builder, WordAllocator, remembered
 from ficco.schedules.exchange import After, Parcel, Route, Traffic
@@ -471,6 +471,7 @@ def expert_refusal(schedule: Schedule) -> str:
     return ""
 
 
+@paused()
 def expert_plans(
     layer: ExpertLayer, schedule: Schedule, ranks: Sequence[int] | None = None
 ) -> list[Plan]:

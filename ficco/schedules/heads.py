@@ -54,6 +54,7 @@ def pieces_of(problem: HeadsProblem, schedule: Schedule, rank: int) -> list[Span
     ]
 
 
+@paused()
 def heads_plans(
     problem: HeadsProblem, schedule: Schedule, ranks: Sequence[int] | None = None
 ) -> list[Plan]:
@@ -64,10 +65,9 @@ def heads_plans(
     """
     if why := heads_refusal(schedule):
         raise ValueError(why)
-    with paused():
-        world = _HeadsWorld(problem, schedule)
-        every = range(problem.world) if ranks is None else ranks
-        return [_HeadsStage(world, Builder(problem, rank)).plan() for rank in every]
+    world = _HeadsWorld(problem, schedule)
+    every = ranks or range(problem.world)
+    return [_HeadsStage(world, Builder(problem, rank)).plan() for rank in every]
 
 
 class _HeadsWorld:
