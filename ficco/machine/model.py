@@ -80,10 +80,8 @@ TimeCurve = Annotated[Curve, Points("B", "s")]
 
 #: The block of a machine for each collective of a library.
 COLLECTIVES = {
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "all-reduce": "all_reduce",
+    name: name.replace("-", "_")
+    for name in ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
 }
 
 #: The block of a machine for products of float8 operands, by recipe.
@@ -467,7 +465,7 @@ def tiles_seconds(
     return -(-parts // gemm.units) * per_part, parts / gemm.units * per_part
 
 
-def result_bytes(itemsize: Any, wide: Any, adds: bool = False) -> Any:
+def result_bytes(itemsize: Any, wide: Any, adds: bool) -> Any:
     """Bytes read and written per element of the result. A result that is added to is read, too; a
     wide result is float32. Results of one-byte operands have two bytes; a separate pass adds them
     to wide sums."""
