@@ -343,15 +343,6 @@ def address_of(tensor: torch.Tensor) -> tuple[int, int, int, int]:
     return tensor.data_ptr(), tensor.stride(0) * size, cols * size, height
 
 
-def check_place(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """``ValueError`` unless ``src`` can be placed in ``dst``."""
-    if dst.shape != src.shape or dst.dtype != src.dtype:
-        raise ValueError(
-            f"required a source of shape {tuple(dst.shape)} and {dst.dtype}, got "
-            f"{tuple(src.shape)} and {src.dtype}; placement copies bytes"
-        )
-
-
 def check_reduce(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """``ValueError`` unless the parts can be summed."""
     if not parts:
@@ -515,8 +506,7 @@ class Kernels:
             self.binding.launch(*prepared, stream)
 
     def place(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        """Copy rows within the device, on all of its SMs or CUs."""
-        check_place(dst, src)
+        """Copy rows of the same shape and dtype within the device, on all of its SMs or CUs."""
         to, dst_pitch, width, height = address_of(dst)
         at, src_pitch, _, _ = address_of(src)
         blocks = BLOCKS_PER_PROCESSOR * self.binding.processors
@@ -650,8 +640,6 @@ class Kernels:
         self, out: torch.Tensor, parts: Sequence[torch.Tensor]
     ) -> tuple[Callable[[int], tuple[Any, ...]], int]:
         """The arguments of a sum, given its blocks, and the number of threads with work."""
-        if len(parts) > MAX_PARTS:
-            raise ValueError(f"parts: required 1 to {MAX_PARTS}, got {len(parts)}")
         elements = out.numel()
         addresses = [part.data_ptr() for part in parts]
         each = 16 // out.element_size()
@@ -702,11 +690,6 @@ class Kernels:
         takes in blocks of ``capacity`` rows, ``experts * capacity`` if it takes none, as int64. If
         ``capacity`` is 0, blocks have the rows that they need, and [t * choices] is the token that
         has each; otherwise that is nothing."""
-        if chosen.dim() != 2 or chosen.dtype != torch.int64 or experts < 1 or capacity < 0:
-            raise ValueError(
-                f"required int64 [t, choices], at least one expert and no capacity below 0, got "
-                f"{chosen.dtype} {tuple(chosen.shape)}, {experts} and {capacity}"
-            )
         tokens, choices = chosen.shape
         counts = chosen.new_zeros(experts)
         places, rows, held = chosen.new_zeros(3, choices, tokens)
@@ -720,13 +703,8 @@ class Kernels:
         return counts, places.t(), rows.t(), held.flatten()
 
     def gate(self, function: str, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
-        """``out = f(x[..., :n]) * x[..., n:]``, in float32 and rounded once: see :func:`gates`."""
-        if not gates(function, out, x):
-            raise ValueError(
-                f"required one of {GATES}, and rows of {GATED} at multiples of 16 bytes, half as "
-                f"many columns in the result, got {function!r}, {x.dtype} {tuple(x.shape)} and "
-                f"{out.dtype} {tuple(out.shape)}"
-            )
+        """``out = f(x[..., :n]) * x[..., n:]``, in float32 and rounded once, of operands that
+        :func:`gates` accepts."""
         if not out.numel():
             return
         batched = out.dim() == 3
