@@ -9,7 +9,7 @@ from math import sqrt
 from typing import Any
 
 from ficco.errors import InvalidArgument
-from ficco.heuristics.candidates import candidates, has_figures, predictable, suited
+from ficco.heuristics.candidates import candidates, on_mesh, predictable, suited
 from ficco.heuristics.model import TIE, Losses, Predict, bounds, losses
 from ficco.machine import Machine, Provenance, Thresholds
 from ficco.plan import Crossing, Plan
@@ -38,8 +38,8 @@ def crossing(machine: Machine, nbytes: int) -> float:
 def last_arrival(stages: Sequence[Received], machine: Machine) -> float:
     """Seconds until a rank has received all stages, one after the other, if it need not wait for
     computation. A stage is one copy per peer, over one port or over a link from each peer."""
-    assert machine.copies is not None and machine.topology is not None
-    together = sum if machine.topology.kind == "switch" else max
+    assert machine.copies is not None
+    together = max if on_mesh(machine) else sum
     return sum(
         machine.copies.latency
         + together([crossing(machine, size) - machine.copies.gap for size in sizes])
@@ -276,7 +276,8 @@ class ProductFamily(Family):
         named = [
             schedule if name == "shard-overlap" else suited(schedule, problem, machine)
             for name, schedule in NAMED.items()
-            if not refusal(problem, schedule) and has_figures(schedule, machine)
+            if not refusal(problem, schedule)
+            and (schedule.grouping != "tiled" or machine.tiled is not None)
         ]
         return [*[Schedule.parse("serial:collective")] * bool(machine.all_gather), *named]
 

@@ -358,10 +358,6 @@ def clipped(segments: Sequence[Segment], rows: Span) -> list[Segment]:
     return [part for part in parts if part.length]
 
 
-#: Data that a forward saves for its gradient: ``""``, nothing, since there is no gradient; or the
-#: log-sum-exp with the ``"heads"`` that arrived, or with the ``"shards"``, which travel again.
-SAVES = ("", "heads", "shards")
-
 #: Matrices with a row for each head of keys; the other matrices have one for each head of queries.
 OF_KEYS = ("k", "v", "dk", "dv")
 
@@ -382,7 +378,9 @@ class HeadsProblem(AnyProblem):
     Attributes:
         attention: the attention over all heads. Ranks hold parts of the sequence in rank order.
         backward: whether it is the gradient.
-        saves: one of :data:`SAVES`.
+        saves: data that a forward saves for its gradient: ``""``, nothing, since there is no
+            gradient; or the log-sum-exp with the ``"heads"`` that arrived, or with the
+            ``"shards"``, which travel again.
 
     Raises:
         ValueError: the heads cannot be shared equally.
