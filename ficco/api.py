@@ -335,13 +335,10 @@ def _group_or_all(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | Non
 
 
 def _device_of(group: ProcessGroup, name: torch.device | str | None) -> torch.device:
-    """Return a device as :func:`_device` does; by default that of a group's backend."""
-    on_gpu = name is None and "nccl" in torch.distributed.get_backend_config(group)
-    return _device(("cuda" if on_gpu else "cpu") if name is None else name)
-
-
-def _device(name: torch.device | str) -> torch.device:
-    """Return a device as tensors name it: "cuda" gets the number of the current GPU."""
+    """Return a device as tensors name it: "cuda" gets the number of the current GPU. Default: the
+    device of the group's backend."""
+    if name is None:
+        name = "cuda" if "nccl" in torch.distributed.get_backend_config(group) else "cpu"
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):

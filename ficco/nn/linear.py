@@ -165,7 +165,7 @@ class _ParallelLinear(nn.Module):
         for name, full in linear.named_parameters():
             part = self._part(name, full.detach())
             # By identity: a tensor without memory, such as a fake one, has no address.
-            if _plain(part).untyped_storage()._cdata == full.untyped_storage()._cdata:
+            if local_of(part).untyped_storage()._cdata == full.untyped_storage()._cdata:
                 part = part.clone()  # neither share memory with the unsharded one nor keep it alive
             self.register_parameter(name, nn.Parameter(part, requires_grad=full.requires_grad))
         if linear.bias is None:
@@ -357,7 +357,8 @@ class _ParallelLinear(nn.Module):
                 continue
             if value.shape == self._full_shape(name):
                 part = self._part(name, value.detach(), param)
-                if assigns and _plain(part).untyped_storage().nbytes() > _plain(part).nbytes:
+                local = local_of(part)
+                if assigns and local.untyped_storage().nbytes() > local.nbytes:
                     part = part.clone()  # do not keep the unsharded tensor alive
                 state_dict[prefix + name] = part
             elif value.shape != param.shape:
@@ -626,10 +627,6 @@ def _check_source(linear: nn.Module) -> None:
     )
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 #: The required features of an input of a column-parallel layer, for errors.
 _ALL_FEATURES = "all columns of this rank's part of the sequence"
 
@@ -679,11 +676,8 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     rows = rows.reshape(rows.shape[0] if rows.dim() else 1, -1)
     # Sums in int64 wrap around, in the same way on every rank.
     sums = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64)
-    return torch.stack([(part * _odd_numbers(part)).sum() for part in sums])
-
-
-def _odd_numbers(like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(1, 2 * like.numel() + 1, 2, device=like.device)
+    odd = (torch.arange(1, 2 * part.numel() + 1, 2, device=part.device) for part in sums)
+    return torch.stack([(part * number).sum() for part, number in zip(sums, odd, strict=True)])
 
 
 #: The attribute that holds the :class:`SharedInput` of an input.
