@@ -68,6 +68,7 @@ Count = Annotated[int, Quantity(least=1)]
 Factor = Annotated[float, Quantity(least=1)]
 Share = Annotated[float, Quantity(above=0, most=1)]
 Seconds = Annotated[float, Quantity("s", least=0)]
+Duration = Annotated[float, Quantity("s", above=0)]
 Flops = Annotated[float, Quantity("FLOP", least=0)]
 FlopRate = Annotated[float, Quantity("FLOP/s", above=0)]
 Bytes = Annotated[float, Quantity("B", above=0)]
@@ -312,7 +313,7 @@ class Tuned:
     dtype: Annotated[str, OneOf((*ITEMSIZE, *SCALED))]
     queued: str
     idle: str
-    seconds: tuple[Seconds, Seconds]
+    seconds: tuple[Duration, Duration]
     serial: tuple[Seconds, Seconds]
     provenance: Provenance
     blocks: tuple[tuple[Size, ...], ...] = ()
@@ -391,6 +392,11 @@ class Gemm:
     shares: Annotated[Curve, Points("", "")] = ((2, 1.0),)
     burst: Seconds = inf
     sustained: Share = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("tile_rows", "tile_cols", "splits"):
+            if not getattr(self, name):
+                raise ValueError(f"required at least one number in {name}, got none")
 
     def __hash__(self) -> int:
         # Cached times are looked up by Gemm, so its hash must be cheaper than computing a time.
