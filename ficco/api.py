@@ -147,13 +147,14 @@ def explain(
     """
     numbers = {"world": world, "hosts": hosts}
     known = ASKABLE[operator].sizes if operator in ASKABLE else {}
-    numbers |= {name: sizes[name] for name in sizes if name in known and known[name].kind is int}
+    counts = [name for name in sizes if name in known and known[name].kind is int]
+    numbers |= {n: sizes[n] for n in counts if sizes[n] is not known[n].default}
     for name, number in numbers.items():
         if not _is_size(number):
             raise ValueError(f"{name}: required a whole number of at least 0, got {number!r}")
     sizes |= {name: int(number) for name, number in numbers.items() if name in sizes}
     world, hosts = int(world), int(hosts)
-    per_host = world // max(hosts, 1)
+    per_host = world // hosts if 0 < hosts <= world else world
     this_host = fingerprint("cuda" if gpu.is_available() else "cpu", per_host)
     setting = where(machine, per_host, this_host, captured=captured)
     name = str(dtype).removeprefix("torch.")

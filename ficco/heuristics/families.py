@@ -20,8 +20,8 @@ from ficco.schedules import NAMED, Schedule, refusal
 from ficco.schedules.attention import attention_plans
 from ficco.schedules.attention import refusal as attention_refusal
 from ficco.schedules.build import plans_of
-from ficco.schedules.experts import expert_plans
-from ficco.schedules.heads import heads_plans
+from ficco.schedules.experts import expert_plans, expert_refusal
+from ficco.schedules.heads import heads_plans, heads_refusal
 from ficco.simulate import predict, simulate
 
 #: Bytes from each peer. Transfers from all peers may run at the same time.
@@ -371,6 +371,7 @@ BY_HEADS = Family(
         *(f"uniform-fused-1d:pieces={pieces},compute=2" for pieces in (2, 4)),
     ),
     margin=0.025,
+    refusal=heads_refusal,
 )
 
 # Layers of experts.
@@ -404,6 +405,7 @@ EXPERTS = Family(
     ),
     margin=0.02,
     tie=TIE,
+    refusal=expert_refusal,
     rounded=_rounded_capacity,
 )
 
