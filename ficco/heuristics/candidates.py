@@ -191,8 +191,7 @@ def _candidates(
     tiled_names = TILED_MESH if on_mesh(machine) else TILED
     for name in tiled_names if tiles and not problem.kind.inner else ():
         yield suited(Schedule.parse(name), problem, machine)
-    registered = (Schedule.parse(name) for name in offers if name in own_candidates())
-    yield from (schedule for schedule in registered if not refusal(problem, schedule))
+    yield from (Schedule.parse(name) for name in offers if name in own_candidates())
 
 
 def _overlapped(problem: Problem, mesh: bool) -> tuple[str, ...]:

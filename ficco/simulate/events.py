@@ -120,9 +120,7 @@ class _SimulatedLane:
     rank: int  # index among those that are simulated
     computes: bool  # compute lanes have a lower priority than others
     steps: list[int] = field(default_factory=list)
-    order: list[int] = field(
-        default_factory=list
-    )  # tie-break between steps that can begin at the same time
+    order: list[int] = field(default_factory=list)  # priorities of the steps: :meth:`head_order`
     position: int = 0  # of the head in ``steps``
     free: float = 0.0  # time at which the head may begin
     version: int = 0  # of the event of the head's end, which changes with its rate
@@ -252,12 +250,9 @@ class _SimulatedRank:
                 now += self._looks_up(step)
                 available = now + host.matmul  # the first product: the host goes on during it
                 now += host.matmul * (1 if step.part else len(work.products))
-            elif isinstance(work, Attendings):
+            elif isinstance(work, (Attendings, Applied)):
                 available = now + host.matmul
-                now += host.matmul * len(work.attends)
-            elif isinstance(work, Applied):
-                available = now + host.matmul
-                now += host.matmul
+                now += host.matmul * (len(work.attends) if isinstance(work, Attendings) else 1)
             if self.posts[launch[-1]] and not step.part:
                 now += host.signal
             for one in launch:
