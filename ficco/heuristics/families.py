@@ -118,23 +118,23 @@ class Family:
     Attributes:
         make: returns the Plans of a problem under a schedule. Takes ranks, a cap on staging in
             bytes (None: no cap), and whether columns are packed where they land.
+        refusal: why a schedule cannot serve a problem; empty if it can.
         compared: names of the schedules to compare.
         default: schedule of a problem in a mode, if predictions are impossible.
         margin: predicted gain over serial below which serial is taken; None: the machine's.
         tie: share within which predictions are equal; the first of equal ones is taken.
-        refusal: why a schedule cannot serve a problem; empty if it can.
         uncapped: why a cap on staging, in bytes, is refused; empty if it is accepted.
         rounded: the problem whose decision a problem shares.
-        measured: whether machines have tuned entries and thresholds of the paper's rule. In other
-            families, eager calls are predicted as queued.
+        measured: whether machines have tuned entries, of single hosts, and thresholds of the
+            paper's rule. In other families, eager calls are predicted as queued.
     """
 
     make: Callable[..., Sequence[Plan]]
+    refusal: Callable[[Any, Schedule], str]
     compared: tuple[str, ...] = ()
     default: Callable[[Any, str], str] = lambda problem, mode: SERIAL
     margin: float | None = None
     tie: float = 0.0
-    refusal: Callable[[Any, Schedule], str] = lambda problem, schedule: ""
     uncapped: Callable[[Any, int], str] = _uncapped_unsupported
     rounded: Callable[[Any], Any] = lambda problem: problem
     measured: bool = False
@@ -143,10 +143,6 @@ class Family:
         """Whether a problem has nothing to compute."""
         results = problem.specification.results
         return not any(rows * cols for buffer in results for rows, cols in buffer.shapes)
-
-    def tunable(self, problem: Any) -> bool:
-        """Whether machines may have tuned entries of a problem. They describe a single host."""
-        return self.measured and problem.hosts == 1
 
     def evened(self, problem: Any) -> tuple[Any, int]:
         """The problem with equal rows, and how many schedules to simulate with unequal rows."""
