@@ -129,7 +129,8 @@ def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule
     for schedule in schedules:
         alike = by_first.setdefault(_nameless(plan(problem, schedule, 0)), [])
         for other in alike:  # usually empty: most schedules differ in the Plan of rank 0
-            if _all_nameless(problem, schedule) == _all_nameless(problem, other):
+            pairs = zip(plans(problem, schedule), plans(problem, other), strict=True)
+            if all(_nameless(one) == _nameless(two) for one, two in pairs):
                 first_with[schedule] = other
                 break
         else:
@@ -141,10 +142,6 @@ def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule
 def _nameless(plan: Plan) -> Plan:
     """The Plan without the name of its schedule."""
     return replace(plan, schedule="")
-
-
-def _all_nameless(problem: Problem, schedule: Schedule) -> list[Plan]:
-    return [_nameless(plan) for plan in plans(problem, schedule)]
 
 
 @paused()
