@@ -64,8 +64,7 @@ def empty(
         raise ValueError(f"shape: required a sequence of sizes of at least 0, got {shape!r}")
     if math.prod(map(int, shape)) > MOST:
         raise ValueError(f"shape: required at most {MOST} elements, got {shape!r}")
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype: required a torch.dtype or None, got {dtype!r}")
+    _check_dtype(dtype)
     return workspace.empty(tuple(map(int, shape)), dtype or torch.get_default_dtype())
 
 
@@ -242,6 +241,7 @@ def prepare(
     group = process_group(group)
     workspace = workspace_of(group, _device_of(group, device), "prepare")
     workspace.raise_error()
+    _check_dtype(dtype)
     run: Callable[[], object]
     if callable(calls):
         request, run = "prepare()", calls
@@ -252,7 +252,7 @@ def prepare(
             required = "required a function, or a list of names of operators, each with two shapes"
             raise ValueError(f"calls: {required}, got {calls!r}") from None
         for name, a, b in listed:
-            if name not in OPERATORS or len(b) != 2:
+            if name not in OPERATORS or len(b) != 2 or not all(map(_is_size, a + b)):
                 raise ValueError(
                     f"calls: required one of {', '.join(OPERATORS)}, a shape, and a shape of two "
                     f"dimensions, got {(name, a, b)!r}"
@@ -349,6 +349,11 @@ def _device_of(group: ProcessGroup, name: torch.device | str | None) -> torch.de
     if not gpu.is_available():
         raise ValueError(f"device: required a GPU that torch sees, got {device} and none is seen")
     return torch.empty(0, device=device).device
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype: required a torch.dtype or None, got {dtype!r}")
 
 
 def _is_size(value: object) -> bool:

@@ -360,6 +360,7 @@ def _more_than_linear(at: Rank) -> None:
     pruned = prune.random_unstructured(nn.Linear(8, 8), "weight", 0.5)
     sources = {
         "got a Tripled": Tripled(8, 8),
+        "got a NoneType": None,
         "got a ParametrizedLinear whose weight is computed": normed,
         "got one with hooks": hooked,
         "got a Linear whose weight is computed": pruned,
