@@ -55,7 +55,7 @@ def crossed(plan: Plan, machine: Machine) -> float:
         return 0.0
     network = machine.network
     assert network is not None
-    nbytes = sum(map(plan.moved_bytes, moves))
+    nbytes = sum(move.batch * plan.nbytes(move.dst) for move in moves)
     return network.latency + nbytes * network.sharing / network.bandwidth
 
 

@@ -260,9 +260,10 @@ class _SimulatedRank:
 
     def _looks_up(self, step: Step) -> float:
         """Seconds of the host to look up the exact rows of a step's blocks."""
-        buffer = self.plan.buffer
-        if isinstance(step.work, Transfer):
-            return LOOK_UP * (buffer[step.work.src.buffer].block > 0)
+        buffer, work = self.plan.buffer, step.work
+        if isinstance(work, Transfer):  # the Plan may not list the peer's end of a move
+            mine = work.src if work.src.rank == self.plan.rank else work.dst
+            return LOOK_UP * (buffer[mine.buffer].block > 0)
         products = [one for one in step.products if buffer[one.a.buffer].block]
         return LOOK_UP * sum(one.batch if self.plan.runs_one_by_one(one) else 1 for one in products)
 
