@@ -243,6 +243,16 @@ def predictable(schedule: Schedule, problem: Problem, machine: Machine) -> bool:
     return is_serial(schedule) and problem.kind.collective == "all-gather"
 
 
+def has_figures(schedule: Schedule, machine: Machine) -> bool:
+    """Whether a machine has figures of the kernels of a schedule."""
+    return schedule.grouping != "tiled" or machine.tiled is not None
+
+
+def least_gain_of(schedule: Schedule) -> float:
+    """Gain over schedules of library products that a schedule must have."""
+    return TILED_MARGIN if schedule.grouping == "tiled" else 0.0
+
+
 def is_serial(schedule: Schedule) -> bool:
     """Whether all copies come before a single product."""
 

@@ -229,9 +229,8 @@ def decide(
         return decision(default, "rule", "there is nothing to multiply")
     if machine is None:
         return decision(default, "fallback", f"nobody described this machine; {REMEDY}")
-    if family.measured and problem.hosts == 1:
-        if tuned := _tuned(problem, machine, mode, offers):
-            return decision(tuned[0], "tuned", *tuned[1:])
+    if family.tunable(problem) and (tuned := _tuned(problem, machine, mode, offers)):
+        return decision(tuned[0], "tuned", *tuned[1:])
     known = described(machine, local_world)
     if known is None:
         why = f"machine {machine.name} describes {machine.ranks} ranks, not {local_world}"

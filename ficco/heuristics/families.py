@@ -9,7 +9,7 @@ from math import sqrt
 from typing import Any
 
 from ficco.errors import InvalidArgument
-from ficco.heuristics.candidates import candidates, on_mesh, predictable, suited
+from ficco.heuristics.candidates import candidates, has_figures, on_mesh, predictable, suited
 from ficco.heuristics.model import TIE, Losses, Predict, bounds, losses
 from ficco.machine import Machine, Provenance, Thresholds
 from ficco.plan import Crossing, Plan
@@ -125,8 +125,8 @@ class Family:
         tie: share within which predictions are equal; the first of equal ones is taken.
         uncapped: why a cap on staging, in bytes, is refused; empty if it is accepted.
         rounded: the problem whose decision a problem shares.
-        measured: whether machines have tuned entries, of single hosts, and thresholds of the
-            paper's rule. In other families, eager calls are predicted as queued.
+        measured: whether machines have tuned entries and thresholds of the paper's rule. In other
+            families, eager calls are predicted as queued.
     """
 
     make: Callable[..., Sequence[Plan]]
@@ -143,6 +143,10 @@ class Family:
         """Whether a problem has nothing to compute."""
         results = problem.specification.results
         return not any(rows * cols for buffer in results for rows, cols in buffer.shapes)
+
+    def tunable(self, problem: Any) -> bool:
+        """Whether machines may have tuned entries of a problem. They describe a single host."""
+        return self.measured and problem.hosts == 1
 
     def evened(self, problem: Any) -> tuple[Any, int]:
         """The problem with equal rows, and how many schedules to simulate with unequal rows."""
@@ -272,8 +276,7 @@ class ProductFamily(Family):
         named = [
             schedule if name == "shard-overlap" else suited(schedule, problem, machine)
             for name, schedule in NAMED.items()
-            if not refusal(problem, schedule)
-            and (schedule.grouping != "tiled" or machine.tiled is not None)
+            if not refusal(problem, schedule) and has_figures(schedule, machine)
         ]
         return [*[Schedule.parse("serial:collective")] * bool(machine.all_gather), *named]
 

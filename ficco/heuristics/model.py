@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from ficco.heuristics.candidates import TILED_MARGIN, is_serial, on_mesh, suited
+from ficco.heuristics.candidates import is_serial, least_gain_of, on_mesh, suited
 from ficco.machine import Contention, Copies, Machine
 from ficco.plan import Plan
 from ficco.plan.render import seconds_text
@@ -131,8 +131,7 @@ def choose(
 
     def loss(prediction: Prediction) -> tuple[float, float]:
         losses = [prediction.seconds[m] / best[m] - 1.0 for m in modes]
-        tiled = prediction.schedule.grouping == "tiled"
-        return max(losses) + TILED_MARGIN * tiled, sum(losses)
+        return max(losses) + least_gain_of(prediction.schedule), sum(losses)
 
     def first_best(predictions: Sequence[Prediction]) -> Prediction:
         least = min(map(loss, predictions))[0]
