@@ -64,7 +64,8 @@ def empty(
         raise ValueError(f"shape: required a sequence of sizes of at least 0, got {shape!r}")
     if math.prod(map(int, shape)) > MOST:
         raise ValueError(f"shape: required at most {MOST} elements, got {shape!r}")
-    _check_dtype(dtype)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype: required a torch.dtype or None, got {dtype!r}")
     return workspace.empty(tuple(map(int, shape)), dtype or torch.get_default_dtype())
 
 
@@ -146,8 +147,11 @@ def explain(
     """
     numbers = {"world": world, "hosts": hosts}
     known = ASKABLE[operator].sizes if operator in ASKABLE else {}
-    counts = [name for name in sizes if name in known and known[name].kind is int]
-    numbers |= {n: sizes[n] for n in counts if sizes[n] is not known[n].default}
+    numbers |= {
+        name: size
+        for name, size in sizes.items()
+        if name in known and known[name].kind is int and size is not known[name].default
+    }
     for name, number in numbers.items():
         if not _is_size(number):
             raise ValueError(f"{name}: required a whole number of at least 0, got {number!r}")
@@ -241,7 +245,6 @@ def prepare(
     group = process_group(group)
     workspace = workspace_of(group, _device_of(group, device), "prepare")
     workspace.raise_error()
-    _check_dtype(dtype)
     run: Callable[[], object]
     if callable(calls):
         request, run = "prepare()", calls
@@ -349,11 +352,6 @@ def _device_of(group: ProcessGroup, name: torch.device | str | None) -> torch.de
     if not gpu.is_available():
         raise ValueError(f"device: required a GPU that torch sees, got {device} and none is seen")
     return torch.empty(0, device=device).device
-
-
-def _check_dtype(dtype: object) -> None:
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype: required a torch.dtype or None, got {dtype!r}")
 
 
 def _is_size(value: object) -> bool:

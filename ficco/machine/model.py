@@ -91,9 +91,6 @@ SCALED_PRODUCTS = {"tensor": "fp8_tensor", "row": "fp8_row", "block": "fp8_block
 #: The blocks of a machine with figures of one device, which do not depend on its links.
 OF_DEVICE = ("gemm", *SCALED_PRODUCTS.values(), "experts", "tiled", "attention", "memory")
 
-#: Kinds of topology.
-KINDS = ("mesh", "switch")
-
 #: Sources of figures.
 SOURCES = ("measured", "fitted", "data sheet", "paper", "simulated", "assumed")
 
@@ -143,7 +140,7 @@ class Topology:
             port at the same time.
     """
 
-    kind: Annotated[str, OneOf(KINDS)]
+    kind: Annotated[str, OneOf(("mesh", "switch"))]
     bandwidth: ByteRate
     provenance: Provenance
     sharing: Share = 1.0
