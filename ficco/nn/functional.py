@@ -162,8 +162,7 @@ def copied_linears(
     _check_biases(weights, biases)
     ranks = process_group(group)
     if recipe is None and _infers(x, *weights):
-        linear = torch.nn.functional.linear
-        outs = tuple(linear(x, weight) for weight in weights)
+        outs = tuple(torch.nn.functional.linear(x, weight) for weight in weights)
         return tuple(map(_biased, outs, biases))
     refuse_unserved({"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}})
     outs = differentiable(
@@ -292,12 +291,10 @@ def _checked(rows: Sequence[int], world: int) -> tuple[int, ...]:
 
 
 def _check_biases(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
-    """Raise ``ValueError``, before any communication, unless there are weights [n, k], each with a
-    bias [n] or None."""
-    fits = 0 < len(weights) == len(biases)
-    for weight, bias in zip(weights, biases, strict=False):
-        fits = fits and (bias is None or bias.shape == weight.shape[:1])
-    if not fits:
+    """Raise ``ValueError`` unless there are weights [n, k], each with a bias [n] or None."""
+    pairs = zip(weights, biases, strict=False)
+    fits = all(bias is None or bias.shape == weight.shape[:1] for weight, bias in pairs)
+    if not (0 < len(weights) == len(biases) and fits):
         shapes = [None if one is None else list(one.shape) for one in (*weights, *biases)]
         raise ValueError(
             f"biases: required None or [n] for each of one or more weights [n, k], got {shapes}"
