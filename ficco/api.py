@@ -147,13 +147,17 @@ def explain(
     """
     numbers = {"world": world, "hosts": hosts}
     known = ASKABLE[operator].sizes if operator in ASKABLE else {}
-    numbers |= {name: sizes[name] for name in sizes if name in known and known[name].kind is int}
+    numbers |= {
+        name: size
+        for name, size in sizes.items()
+        if name in known and known[name].kind is int and size is not known[name].default
+    }
     for name, number in numbers.items():
         if not _is_size(number):
             raise ValueError(f"{name}: required a whole number of at least 0, got {number!r}")
     sizes |= {name: int(number) for name, number in numbers.items() if name in sizes}
     world, hosts = int(world), int(hosts)
-    per_host = world // max(hosts, 1)
+    per_host = world // hosts if 0 < hosts <= world else world
     this_host = fingerprint("cuda" if gpu.is_available() else "cpu", per_host)
     setting = where(machine, per_host, this_host, captured=captured)
     name = str(dtype).removeprefix("torch.")
@@ -251,7 +255,7 @@ def prepare(
             required = "required a function, or a list of names of operators, each with two shapes"
             raise ValueError(f"calls: {required}, got {calls!r}") from None
         for name, a, b in listed:
-            if name not in OPERATORS or len(b) != 2:
+            if name not in OPERATORS or len(b) != 2 or not all(map(_is_size, a + b)):
                 raise ValueError(
                     f"calls: required one of {', '.join(OPERATORS)}, a shape, and a shape of two "
                     f"dimensions, got {(name, a, b)!r}"
@@ -335,13 +339,10 @@ def _group_or_all(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | Non
 
 
 def _device_of(group: ProcessGroup, name: torch.device | str | None) -> torch.device:
-    """Return a device as :func:`_device` does; by default that of a group's backend."""
-    on_gpu = name is None and "nccl" in torch.distributed.get_backend_config(group)
-    return _device(("cuda" if on_gpu else "cpu") if name is None else name)
-
-
-def _device(name: torch.device | str) -> torch.device:
-    """Return a device as tensors name it: "cuda" gets the number of the current GPU."""
+    """Return a device as tensors name it: "cuda" gets the number of the current GPU. Default: the
+    device of the group's backend."""
+    if name is None:
+        name = "cuda" if "nccl" in torch.distributed.get_backend_config(group) else "cpu"
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):

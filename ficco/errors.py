@@ -31,7 +31,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 
@@ -290,10 +289,6 @@ def warn_once(text: str) -> None:
 def _outside() -> int:
     """Return the ``stacklevel`` of the first frame outside of this package."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _inside(frame):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _inside(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_PACKAGE)

@@ -34,7 +34,7 @@ from ficco.dma.host import whereabouts
 from ficco.dma.messages import PeerExchange
 from ficco.errors import InvalidArgument
 from ficco.heuristics import decide
-from ficco.heuristics.families import IN_COLUMNS, IN_ROWS
+from ficco.heuristics.families import IN_COLUMNS, IN_ROWS, crossed
 from ficco.machine import Machine, Network, Provenance, Tuned, find
 from ficco.plan import Crossing, Step, Transfer
 from ficco.problems.products import OPERATORS, Problem
@@ -403,6 +403,11 @@ def test_transfers_between_hosts_take_the_time_of_their_bytes() -> None:
     on = described("h100-8", ranks=4, network=replace(slow, sharing=4))
     seconds = predict(problem, Schedule.parse("shard-overlap"), on, "queued")
     assert seconds == pytest.approx(sum(rows[:4]) * problem.moved_bytes / 1e9, rel=0.05)
+    # Rank 0 receives the sum of another host, and sums nothing for a rank there without rows.
+    problem = Problem("matmul_reduce_scatter", (512, 0, 0, 256), 64, 4096, "bfloat16", hosts=2)
+    on, serial = described("h100-8", ranks=2, network=CARD), Schedule.parse("serial")
+    assert predict(problem, serial, on, "idle") > predict(problem, serial, on, "queued")
+    assert crossed(plans(problem, serial)[0], on) == pytest.approx(20e-6 + 512 * 64 * 2 / 50e9)
 
 
 def test_choices_over_hosts_need_a_network_and_no_entry_of_one_host() -> None:

@@ -45,7 +45,10 @@ from ficco.nn import (
     copied_linear,
     full_state_dict,
     gather_once,
+    gathered_linears,
+    reduced_linear,
     replicated,
+    scattered_linear,
     sum_gradient,
 )
 from ficco.options import options
@@ -357,6 +360,7 @@ def _more_than_linear(at: Rank) -> None:
     pruned = prune.random_unstructured(nn.Linear(8, 8), "weight", 0.5)
     sources = {
         "got a Tripled": Tripled(8, 8),
+        "got a NoneType": None,
         "got a ParametrizedLinear whose weight is computed": normed,
         "got one with hooks": hooked,
         "got a Linear whose weight is computed": pruned,
@@ -679,6 +683,13 @@ def _vectors(at: Rank) -> None:
         assert counts == {"matmul_all_reduce": 1}, counts
     with torch.no_grad():
         refuses(("group: required", lambda: copied_linear(x, x, group="tp")))  # type: ignore[arg-type]
+    weight, bias = torch.ones(8, HIDDEN), torch.ones(7)
+    refuses(
+        ("got [[8, 12], [7]]", lambda: copied_linear(x, weight, bias)),
+        ("got [[8, 12], [7]]", lambda: reduced_linear(x, weight, bias)),
+        ("got [[8, 12], [7]]", lambda: scattered_linear(x, weight, bias)),
+        ("got [[8, 12], [8, 12], None]", lambda: gathered_linears(x, (weight,) * 2, (None,))),
+    )
 
 
 def double_weight(layer: nn.Module, args: Any) -> None:

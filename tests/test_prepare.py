@@ -87,6 +87,7 @@ def test_a_rank_that_does_not_prepare_or_something_else_is_named(other: str) -> 
 def test_invalid_lists_are_refused(at: Rank) -> None:
     with own_group(at) as group:
         gather, rows, b = "all_gather_matmul", (8, 4), (4, 6)
-        for wrong in (5, [("matmul", rows, b)], [(gather, rows, (4,))], [(gather, rows)]):
+        shapes = ((rows, (4,)), (rows,), ((8, -4), b), (rows, (4, "n")))
+        for wrong in (5, [("matmul", rows, b)], *([(gather, *each)] for each in shapes)):
             failure = caught(lambda calls=wrong: ficco.prepare(calls, group=group))
             assert (failure.type, failure.text[:15]) == ("ValueError", "calls: required"), failure

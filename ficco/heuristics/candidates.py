@@ -180,8 +180,8 @@ def _candidates(
 ) -> Iterator[Schedule]:
     for name in (*SERIALS, *_overlapped(problem, on_mesh(machine))):
         schedule = Schedule.parse(name)
-        if not serves(schedule, machine):
-            continue
+        if schedule.compute > 1 and machine is not None and machine.accelerator == "cpu":
+            continue  # a second compute lane would run a second thread pool on the same cores
         yield schedule if name == "shard-overlap" else suited(schedule, problem, machine)
     if "kernel" in offers and machine is not None and machine.kernel_copies is not None:
         for name in BY_KERNEL:
@@ -266,12 +266,6 @@ def is_serial(schedule: Schedule) -> bool:
 def on_mesh(machine: Machine | None) -> bool:
     """Whether every pair of ranks has a separate link."""
     return machine is not None and machine.topology is not None and machine.topology.kind == "mesh"
-
-
-def serves(schedule: Schedule, machine: Machine | None) -> bool:
-    """Whether a schedule can gain on a kind of device. On CPUs a second compute lane would run a
-    second thread pool on the same cores."""
-    return schedule.compute == 1 or machine is None or machine.accelerator != "cpu"
 
 
 def suited(schedule: Schedule, problem: Problem, machine: Machine | None) -> Schedule:

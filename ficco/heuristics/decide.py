@@ -150,13 +150,30 @@ class Decision:
         return _Query(family, problem, machine, mode, self.offers, predict)
 
     def table(self, measured: Measured | None = None, width: int | None = None) -> str:
-        """The candidates as text, the chosen one marked with a star.
+        """The candidates as text, a line each, the chosen one marked with a star.
 
         Args:
             measured: seconds by schedule and mode.
-            width: most characters of a line; the last line names columns that were left out.
+            width: most characters of a line if the required columns fit; the last line names the
+                optional columns that were left out.
         """
-        return table(self.candidates, str(self.schedule), measured or {}, width)
+        cells = _columns(self.candidates, str(self.schedule), measured or {})
+        columns = {head: [head, *texts] for head, texts in cells}
+        optional, dropped = [head for head in OPTIONAL if head in columns], list[str]()
+        while True:
+            widths = [max(map(len, texts)) for texts in columns.values()]
+            fits = width is None or sum(widths) + 2 * (len(widths) - 1) <= width
+            if fits or len(dropped) == len(optional):
+                break
+            dropped.append(optional[len(dropped)])
+            del columns[dropped[-1]]
+        lines = [
+            "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
+            for first, *rest in zip(*columns.values(), strict=True)
+        ]
+        if dropped:
+            lines.append(f"left out: {', '.join(reversed(dropped))}")
+        return "\n".join(lines)
 
 
 def decide(
@@ -335,29 +352,6 @@ class Candidate:
     share: float
     losses: Losses | None
     extra_bytes: int
-
-
-def table(
-    candidates: Sequence[Candidate], chosen: str, measured: Measured, width: int | None = None
-) -> str:
-    """A line per candidate, the chosen one marked with a star, in at most ``width`` characters if
-    the required columns fit. The last line names the optional columns that were left out."""
-    columns = {head: [head, *cells] for head, cells in _columns(candidates, chosen, measured)}
-    optional, dropped = [head for head in OPTIONAL if head in columns], list[str]()
-    while True:
-        widths = [max(map(len, cells)) for cells in columns.values()]
-        fits = width is None or sum(widths) + 2 * (len(widths) - 1) <= width
-        if fits or len(dropped) == len(optional):
-            break
-        dropped.append(optional[len(dropped)])
-        del columns[dropped[-1]]
-    lines = [
-        "  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip()
-        for first, *rest in zip(*columns.values(), strict=True)
-    ]
-    if dropped:
-        lines.append(f"left out: {', '.join(reversed(dropped))}")
-    return "\n".join(lines)
 
 
 def _columns(

@@ -9,18 +9,19 @@ from math import sqrt
 from typing import Any
 
 from ficco.errors import InvalidArgument
-from ficco.heuristics.candidates import candidates, has_figures, predictable, suited
+from ficco.heuristics.candidates import candidates, has_figures, on_mesh, predictable, suited
 from ficco.heuristics.model import TIE, Losses, Predict, bounds, losses
 from ficco.machine import Machine, Provenance, Thresholds
 from ficco.plan import Crossing, Plan
 from ficco.problems.experts import EXPERT_OPERATORS, ExpertLayer
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.specification import AnyProblem
-from ficco.schedules import NAMED, Schedule, plan, plans, refusal
+from ficco.schedules import NAMED, Schedule, refusal
 from ficco.schedules.attention import attention_plans
 from ficco.schedules.attention import refusal as attention_refusal
-from ficco.schedules.experts import expert_plans
-from ficco.schedules.heads import heads_plans
+from ficco.schedules.build import plans_of
+from ficco.schedules.experts import expert_plans, expert_refusal
+from ficco.schedules.heads import heads_plans, heads_refusal
 from ficco.simulate import predict, simulate
 
 #: Bytes from each peer. Transfers from all peers may run at the same time.
@@ -37,8 +38,8 @@ def crossing(machine: Machine, nbytes: int) -> float:
 def last_arrival(stages: Sequence[Received], machine: Machine) -> float:
     """Seconds until a rank has received all stages, one after the other, if it need not wait for
     computation. A stage is one copy per peer, over one port or over a link from each peer."""
-    assert machine.copies is not None and machine.topology is not None
-    together = sum if machine.topology.kind == "switch" else max
+    assert machine.copies is not None
+    together = max if on_mesh(machine) else sum
     return sum(
         machine.copies.latency
         + together([crossing(machine, size) - machine.copies.gap for size in sizes])
@@ -54,7 +55,7 @@ def crossed(plan: Plan, machine: Machine) -> float:
         return 0.0
     network = machine.network
     assert network is not None
-    nbytes = sum(map(plan.moved_bytes, moves))
+    nbytes = sum(move.batch * plan.nbytes(move.dst) for move in moves)
     return network.latency + nbytes * network.sharing / network.bandwidth
 
 
@@ -115,13 +116,13 @@ class Family:
     """Operators that share planning, prediction and decision.
 
     Attributes:
-        make: returns the Plans of a problem under a schedule. Takes ranks (None: all), a cap on
-            staging in bytes (None: no cap), and whether columns are packed where they land.
+        make: returns the Plans of a problem under a schedule. Takes ranks, a cap on staging in
+            bytes (None: no cap), and whether columns are packed where they land.
+        refusal: why a schedule cannot serve a problem; empty if it can.
         compared: names of the schedules to compare.
         default: schedule of a problem in a mode, if predictions are impossible.
         margin: predicted gain over serial below which serial is taken; None: the machine's.
         tie: share within which predictions are equal; the first of equal ones is taken.
-        refusal: why a schedule cannot serve a problem; empty if it can.
         uncapped: why a cap on staging, in bytes, is refused; empty if it is accepted.
         rounded: the problem whose decision a problem shares.
         measured: whether machines have tuned entries and thresholds of the paper's rule. In other
@@ -129,11 +130,11 @@ class Family:
     """
 
     make: Callable[..., Sequence[Plan]]
+    refusal: Callable[[Any, Schedule], str]
     compared: tuple[str, ...] = ()
     default: Callable[[Any, str], str] = lambda problem, mode: SERIAL
     margin: float | None = None
     tie: float = 0.0
-    refusal: Callable[[Any, Schedule], str] = lambda problem, schedule: ""
     uncapped: Callable[[Any, int], str] = _uncapped_unsupported
     rounded: Callable[[Any], Any] = lambda problem: problem
     measured: bool = False
@@ -177,6 +178,7 @@ class Family:
         """
         if staging_bytes is not None and (why := self.uncapped(problem, staging_bytes)):
             raise InvalidArgument("workspace_bytes", why)
+        ranks = range(problem.world) if ranks is None else ranks
         return self.make(problem, schedule, ranks, staging_bytes, packs_columns)
 
     def schedules(
@@ -303,14 +305,6 @@ class ProductFamily(Family):
         return bounds(problem, machine, predict or self.seconds, mode)
 
 
-def _product_plans(
-    problem: Problem, schedule: Schedule, ranks: Sequence[int] | None, *options: Any
-) -> list[Plan]:
-    if ranks is None:
-        return plans(problem, schedule, *options)
-    return [plan(problem, schedule, rank, *options) for rank in ranks]
-
-
 def _product_default(problem: Problem, mode: str) -> str:
     if problem.transposed:  # no collective serves it
         return FALLBACK["idle"]
@@ -330,7 +324,7 @@ def _uncapped_products(problem: Problem, nbytes: int) -> str:
 
 
 PRODUCTS = ProductFamily(
-    _product_plans,
+    plans_of,
     default=_product_default,
     tie=TIE,
     refusal=refusal,
@@ -376,6 +370,7 @@ BY_HEADS = Family(
         *(f"uniform-fused-1d:pieces={pieces},compute=2" for pieces in (2, 4)),
     ),
     margin=0.025,
+    refusal=heads_refusal,
 )
 
 # Layers of experts.
@@ -409,6 +404,7 @@ EXPERTS = Family(
     ),
     margin=0.02,
     tie=TIE,
+    refusal=expert_refusal,
     rounded=_rounded_capacity,
 )
 

@@ -15,21 +15,14 @@ from ficco.errors import BackendError, warn_once
 from ficco.hip_kernels.launch import Kernels
 
 
-def kernels(device: torch.device | int) -> Kernels | None:
-    """The kernels for a device of this build of PyTorch; None where they cannot be compiled, with a
-    warning. The HIP engine makes :class:`Kernels` from its own binding."""
-    device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if device.type != "cuda" or torch.version.cuda is None:
-        return None
-    return _on_cuda(torch.cuda.current_device() if device.index is None else device.index)
-
-
 @lru_cache
-def _on_cuda(index: int) -> Kernels | None:
+def kernels(device: torch.device) -> Kernels | None:
+    """The kernels for a device of CUDA, which has an index; None where they cannot be compiled,
+    with a warning. The HIP engine makes :class:`Kernels` from its own binding."""
     try:
         from ficco.hip_kernels.cuda_binding import CudaBinding
 
-        return Kernels(CudaBinding(index))
+        return Kernels(CudaBinding(device.index))
     except (BackendError, ImportError) as error:
         warn_once(f"PyTorch's operations are used in place of ficco's kernels: {error}")
         return None

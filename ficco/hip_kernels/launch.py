@@ -7,7 +7,7 @@ has the form of the vendor's binding.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
@@ -343,15 +343,6 @@ def address_of(tensor: torch.Tensor) -> tuple[int, int, int, int]:
     return tensor.data_ptr(), tensor.stride(0) * size, cols * size, height
 
 
-def check_place(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """``ValueError`` unless ``src`` can be placed in ``dst``."""
-    if dst.shape != src.shape or dst.dtype != src.dtype:
-        raise ValueError(
-            f"required a source of shape {tuple(dst.shape)} and {dst.dtype}, got "
-            f"{tuple(src.shape)} and {src.dtype}; placement copies bytes"
-        )
-
-
 def check_reduce(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """``ValueError`` unless the parts can be summed."""
     if not parts:
@@ -378,38 +369,17 @@ def check_reduce(out: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 Attended = tuple[int, int, torch.Tensor, torch.Tensor]
 
 
-def check_merge(out: torch.Tensor, lse: torch.Tensor | None, parts: Sequence[Attended]) -> None:
-    """``ValueError`` unless parts of attention can be merged."""
-    batch, heads, rows, size = out.shape
+def check_merge(out: torch.Tensor, means: Iterable[torch.Tensor]) -> None:
+    """``ValueError`` if a merge is too large, or heads, as a library lays them out, are not at
+    multiples of 16 bytes."""
     if out.numel() >= MOST_MERGED:
         raise ValueError(f"out: required less than {MOST_MERGED} elements, got {out.numel()}")
-    if not 1 <= len(parts) <= MAX_PARTS:
-        raise ValueError(f"parts: required 1 to {MAX_PARTS}, got {len(parts)}")
-    for first, stop, _, _ in parts:
-        if not 0 <= first <= stop <= rows:
-            raise ValueError(f"parts: required rows of the {rows} of out, got {first} to {stop}")
-    means = [("parts", stop - first, mean) for first, stop, mean, _ in parts]
-    for name, row_count, one in [("out", rows, out), *means]:
-        shape, each = (batch, heads, row_count, size), 16 // one.element_size()
-        apart = one.data_ptr() % 16 or any(
-            step % each for step in (*one.stride()[:3], one.shape[3])
-        )
-        if one.shape != shape or one.dtype != out.dtype or out.dtype not in MERGES:
+    for one in (out, *means):
+        steps, each = (*one.stride()[:3], one.shape[3]), 16 // one.element_size()
+        if one.stride(3) != 1 or one.data_ptr() % 16 or any(step % each for step in steps):
             raise ValueError(
-                f"{name}: required shape {shape} and one of {MERGES}, got "
-                f"{tuple(one.shape)} and {one.dtype}"
-            )
-        if one.stride(3) != 1 or apart:
-            raise ValueError(
-                f"{name}: required heads at multiples of 16 bytes, got strides {one.stride()}; "
+                f"parts, out: required heads at multiples of 16 bytes, got strides {one.stride()}; "
                 "call contiguous() on it"
-            )
-    of_parts = [(stop - first, weight) for first, stop, _, weight in parts]
-    for row_count, weight in [*of_parts, *([] if lse is None else [(rows, lse)])]:
-        if weight.shape != (batch, heads, row_count) or weight.dtype != torch.float32:
-            raise ValueError(
-                f"lse: required float32 of shape {(batch, heads, row_count)}, got {weight.dtype} "
-                f"of shape {tuple(weight.shape)}"
             )
 
 
@@ -428,60 +398,6 @@ def gates(function: str, out: torch.Tensor, x: torch.Tensor) -> bool:
         and not (out.data_ptr() % 16 or x.data_ptr() % 16)
         and out.stride(-1) == x.stride(-1) == 1
     )
-
-
-def check_combine(
-    out: torch.Tensor, rows: torch.Tensor, picked: torch.Tensor, weights: torch.Tensor | None
-) -> None:
-    """``ValueError`` unless rows can be combined."""
-    whole = rows.dim() == 2 and out.shape == (picked.shape[0], rows.shape[1])
-    if not whole or rows.dtype not in COMBINES or out.dtype != rows.dtype:
-        raise ValueError(
-            f"required rows and a result [{picked.shape[0]}, n] of one of {COMBINES}, got "
-            f"{tuple(rows.shape)} and {tuple(out.shape)} of {rows.dtype} and {out.dtype}"
-        )
-    dense = all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in (out, rows))
-    if not dense or rows.shape[1] * rows.element_size() % 16:
-        raise ValueError(
-            "required contiguous rows of multiples of 16 bytes, got strides "
-            f"{rows.stride()} and {out.stride()} of {rows.shape[1]} columns"
-        )
-    if picked.dtype != torch.int64 or (
-        weights is not None
-        and not (
-            weights.dtype == torch.float32
-            and weights.shape == picked.shape
-            and weights.is_contiguous()
-        )
-    ):
-        raise ValueError(
-            f"required int64 numbers of rows [t, choices] and contiguous float32 weights of that "
-            f"shape, got {picked.dtype} {tuple(picked.shape)} and "
-            f"{None if weights is None else (weights.dtype, tuple(weights.shape))}"
-        )
-
-
-def check_cast(out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor) -> None:
-    """``ValueError`` unless a matrix can be cast to where it is wanted."""
-    rows, cols = matrix.shape
-    shapes = (rows, 1), (rows, -(-cols // BLOCK))
-    right = out.shape == matrix.shape and tuple(factors.shape) in shapes
-    if not right or factors.dtype != torch.float32:
-        raise ValueError(
-            f"required a result of {rows} x {cols} and float32 factors of one of the shapes "
-            f"{shapes}, got {tuple(out.shape)}, and {tuple(factors.shape)} of {factors.dtype}"
-        )
-    if matrix.dtype not in CASTS or out.dtype not in E4M3 or cols % 16:
-        raise ValueError(
-            f"required a multiple of 16 columns of {CASTS} to be cast to one of {E4M3}, got {cols} "
-            f"of {matrix.dtype} and {out.dtype}"
-        )
-    if any(one.shape[1] > 1 and one.stride(1) != 1 for one in (out, factors, matrix)):
-        raise ValueError("required contiguous rows, got others; call contiguous() on them")
-    if out.data_ptr() % 8 or out.stride(0) % 8 and rows > 1:
-        raise ValueError("required rows of the result at multiples of 8 bytes, got others")
-    if factors.numel() > MAX_UNITS:
-        raise ValueError(f"required at most {MAX_UNITS} factors, got {factors.numel()}")
 
 
 class Kernels:
@@ -515,8 +431,7 @@ class Kernels:
             self.binding.launch(*prepared, stream)
 
     def place(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        """Copy rows within the device, on all of its SMs or CUs."""
-        check_place(dst, src)
+        """Copy rows of the same shape and dtype within the device, on all of its SMs or CUs."""
         to, dst_pitch, width, height = address_of(dst)
         at, src_pitch, _, _ = address_of(src)
         blocks = BLOCKS_PER_PROCESSOR * self.binding.processors
@@ -650,8 +565,6 @@ class Kernels:
         self, out: torch.Tensor, parts: Sequence[torch.Tensor]
     ) -> tuple[Callable[[int], tuple[Any, ...]], int]:
         """The arguments of a sum, given its blocks, and the number of threads with work."""
-        if len(parts) > MAX_PARTS:
-            raise ValueError(f"parts: required 1 to {MAX_PARTS}, got {len(parts)}")
         elements = out.numel()
         addresses = [part.data_ptr() for part in parts]
         each = 16 // out.element_size()
@@ -672,9 +585,8 @@ class Kernels:
     ) -> None:
         """Merge results of attention to different keys to ``out``, [batch, heads, rows, size], by
         their log-sum-exp, in float32 and rounded once; ``lse``: leave that of all keys there. Every
-        row is in a part. Elements of a head are adjacent, and heads begin at multiples of 16
-        bytes."""
-        check_merge(out, lse, parts)
+        row is in a part. All have one dtype of :data:`MERGES`, and log-sum-exps are float32."""
+        check_merge(out, (mean for _, _, mean, _ in parts))
         batch, heads, rows, size = out.shape
         units = size * out.element_size() // 16
         total = batch * heads * rows * units
@@ -702,11 +614,6 @@ class Kernels:
         takes in blocks of ``capacity`` rows, ``experts * capacity`` if it takes none, as int64. If
         ``capacity`` is 0, blocks have the rows that they need, and [t * choices] is the token that
         has each; otherwise that is nothing."""
-        if chosen.dim() != 2 or chosen.dtype != torch.int64 or experts < 1 or capacity < 0:
-            raise ValueError(
-                f"required int64 [t, choices], at least one expert and no capacity below 0, got "
-                f"{chosen.dtype} {tuple(chosen.shape)}, {experts} and {capacity}"
-            )
         tokens, choices = chosen.shape
         counts = chosen.new_zeros(experts)
         places, rows, held = chosen.new_zeros(3, choices, tokens)
@@ -720,13 +627,8 @@ class Kernels:
         return counts, places.t(), rows.t(), held.flatten()
 
     def gate(self, function: str, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
-        """``out = f(x[..., :n]) * x[..., n:]``, in float32 and rounded once: see :func:`gates`."""
-        if not gates(function, out, x):
-            raise ValueError(
-                f"required one of {GATES}, and rows of {GATED} at multiples of 16 bytes, half as "
-                f"many columns in the result, got {function!r}, {x.dtype} {tuple(x.shape)} and "
-                f"{out.dtype} {tuple(out.shape)}"
-            )
+        """``out = f(x[..., :n]) * x[..., n:]``, in float32 and rounded once, of operands that
+        :func:`gates` accepts."""
         if not out.numel():
             return
         batched = out.dim() == 3
@@ -751,8 +653,8 @@ class Kernels:
         stream: Any,
     ) -> None:
         """``out[t] = sum over j of weights[t, j] * rows[picked[t, j]]``, in float32, in that order,
-        and rounded once. ``weights``: float32, None for ones. Rows are multiples of 16 bytes."""
-        check_combine(out, rows, picked, weights)
+        and rounded once. Rows of a dtype of :data:`COMBINES` are contiguous, and multiples of 16
+        bytes. ``picked``: int64. ``weights``: contiguous float32, None for ones."""
         units = rows.shape[1] * rows.element_size() // 16
         total = out.shape[0] * units
         if not total:
@@ -770,10 +672,9 @@ class Kernels:
     def cast(
         self, out: torch.Tensor, factors: torch.Tensor, matrix: torch.Tensor, stream: Any
     ) -> None:
-        """Cast ``matrix`` [m, k] to e4m3. ``factors`` [m, 1] or [m, k/128] float32 dequantize it:
-        the smallest powers of two without overflow. k is a multiple of 16; rows may be
-        strided."""
-        check_cast(out, factors, matrix)
+        """Cast ``matrix`` [m, k] of one of :data:`CASTS` to one of :data:`E4M3`. ``factors`` [m, 1]
+        or [m, k/128] float32 dequantize it: the smallest powers of two without overflow. k is a
+        multiple of 16; rows may be strided, those of the result by multiples of 8 bytes."""
         (rows, cols), size = matrix.shape, matrix.element_size()
         if not rows or not cols:
             return

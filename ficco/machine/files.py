@@ -246,13 +246,11 @@ def _read_tuple(data: Any, kind: Any, key: str) -> Any:
     arms = get_args(kind)
     if not isinstance(data, list):
         raise _WrongValue(key, f"required a list, got {data!r}")
-    if arms[-1] is not Ellipsis:
-        if len(data) != len(arms):
-            raise _WrongValue(key, f"required a list of {len(arms)}, got {data!r}")
-        return tuple(
-            _read(x, arm, f"{key}[{i}]") for i, (x, arm) in enumerate(zip(data, arms, strict=True))
-        )
-    return tuple(_read(entry, arms[0], f"{key}[{i}]") for i, entry in enumerate(data))
+    if arms[-1] is Ellipsis:
+        arms = (arms[0],) * len(data)
+    if len(data) != len(arms):
+        raise _WrongValue(key, f"required a list of {len(arms)}, got {data!r}")
+    return tuple(_read(one, arms[i], f"{key}[{i}]") for i, one in enumerate(data))
 
 
 def _number(data: Any, note: Quantity, key: str) -> float:

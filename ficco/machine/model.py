@@ -68,6 +68,7 @@ Count = Annotated[int, Quantity(least=1)]
 Factor = Annotated[float, Quantity(least=1)]
 Share = Annotated[float, Quantity(above=0, most=1)]
 Seconds = Annotated[float, Quantity("s", least=0)]
+Duration = Annotated[float, Quantity("s", above=0)]
 Flops = Annotated[float, Quantity("FLOP", least=0)]
 FlopRate = Annotated[float, Quantity("FLOP/s", above=0)]
 Bytes = Annotated[float, Quantity("B", above=0)]
@@ -80,10 +81,8 @@ TimeCurve = Annotated[Curve, Points("B", "s")]
 
 #: The block of a machine for each collective of a library.
 COLLECTIVES = {
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "all-reduce": "all_reduce",
+    name: name.replace("-", "_")
+    for name in ("all-gather", "reduce-scatter", "all-to-all", "all-reduce")
 }
 
 #: The block of a machine for products of float8 operands, by recipe.
@@ -91,9 +90,6 @@ SCALED_PRODUCTS = {"tensor": "fp8_tensor", "row": "fp8_row", "block": "fp8_block
 
 #: The blocks of a machine with figures of one device, which do not depend on its links.
 OF_DEVICE = ("gemm", *SCALED_PRODUCTS.values(), "experts", "tiled", "attention", "memory")
-
-#: Kinds of topology.
-KINDS = ("mesh", "switch")
 
 #: Sources of figures.
 SOURCES = ("measured", "fitted", "data sheet", "paper", "simulated", "assumed")
@@ -144,7 +140,7 @@ class Topology:
             port at the same time.
     """
 
-    kind: Annotated[str, OneOf(KINDS)]
+    kind: Annotated[str, OneOf(("mesh", "switch"))]
     bandwidth: ByteRate
     provenance: Provenance
     sharing: Share = 1.0
@@ -314,7 +310,7 @@ class Tuned:
     dtype: Annotated[str, OneOf((*ITEMSIZE, *SCALED))]
     queued: str
     idle: str
-    seconds: tuple[Seconds, Seconds]
+    seconds: tuple[Duration, Duration]
     serial: tuple[Seconds, Seconds]
     provenance: Provenance
     blocks: tuple[tuple[Size, ...], ...] = ()
@@ -394,6 +390,11 @@ class Gemm:
     burst: Seconds = inf
     sustained: Share = 1.0
 
+    def __post_init__(self) -> None:
+        for name in ("tile_rows", "tile_cols", "splits"):
+            if not getattr(self, name):
+                raise ValueError(f"required at least one number in {name}, got none")
+
     def __hash__(self) -> int:
         # Cached times are looked up by Gemm, so its hash must be cheaper than computing a time.
         return hash((self.peak, self.efficiency, self.start, self.bandwidth, self.write))
@@ -467,7 +468,7 @@ def tiles_seconds(
     return -(-parts // gemm.units) * per_part, parts / gemm.units * per_part
 
 
-def result_bytes(itemsize: Any, wide: Any, adds: bool = False) -> Any:
+def result_bytes(itemsize: Any, wide: Any, adds: bool) -> Any:
     """Bytes read and written per element of the result. A result that is added to is read, too; a
     wide result is float32. Results of one-byte operands have two bytes; a separate pass adds them
     to wide sums."""

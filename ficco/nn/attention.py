@@ -168,11 +168,8 @@ class UlyssesAttention(nn.Module):
         """Exchange rows by PyTorch's all-to-all; ``received``, ``sent``: rows from and to ranks."""
         stays(self.group.group_name, "all-to-all", "a projection is no plain torch.nn.Linear")
         sizes = received, received if sent is None else sent
-        arrived: Any = all_to_all_single_autograd(parts.contiguous(), *sizes, self.group)
-        out: torch.Tensor = (
-            arrived.wait() if isinstance(arrived, AsyncCollectiveTensor) else arrived
-        )
-        return out
+        arrived: torch.Tensor = all_to_all_single_autograd(parts.contiguous(), *sizes, self.group)
+        return arrived.wait() if isinstance(arrived, AsyncCollectiveTensor) else arrived
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         grouped = k.shape[1] < q.shape[1]

@@ -57,6 +57,7 @@ def gathered_linears(
     The sequence is gathered once for all weights [n, k]. ``rows``: the ranks' sequence lengths, if
     they are not equal.
     """
+    _check_biases(weights, biases)
     group = process_group(group)
     dim, rank = sequence_at(x, sequence_dim), group.rank()
     length = x.shape[dim]
@@ -94,6 +95,7 @@ def scattered_linear(
     ``weight`` is this rank's [n, k]. The bias [n], equal on all ranks, is added once, to the sum;
     its gradient is summed over ranks. ``rows``: the sequence lengths of the ranks' results.
     """
+    _check_biases((weight,), (bias,))
     group, dim = process_group(group), sequence_at(x, sequence_dim)
     length = x.shape[dim]
     world, rank = group.size(), group.rank()
@@ -129,6 +131,7 @@ def reduced_linear(
     backward then needs no communication, as in DTensor, in Megatron, and in
     :func:`ficco.matmul_all_reduce` under ``options(all_reduce_gradients="equal")``.
     """
+    _check_biases((weight,), (bias,))
     if recipe is None and _infers(x, weight):
         y = matmul_all_reduce(_rows(x), weight.t(), group=group, schedule=schedule)
         return _biased(_with_batch(y, x), bias)
@@ -156,10 +159,10 @@ def copied_linears(
     :func:`ficco.matmul_all_reduce` for all weights. If there are several, it concatenates them and
     the gradients, which copies both.
     """
+    _check_biases(weights, biases)
     ranks = process_group(group)
     if recipe is None and _infers(x, *weights):
-        linear = torch.nn.functional.linear
-        outs = tuple(linear(x, weight) for weight in weights)
+        outs = tuple(torch.nn.functional.linear(x, weight) for weight in weights)
         return tuple(map(_biased, outs, biases))
     refuse_unserved({"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}})
     outs = differentiable(
@@ -287,6 +290,17 @@ def _checked(rows: Sequence[int], world: int) -> tuple[int, ...]:
             f"rows: required {world} sequence lengths, one per rank, none negative, got {rows!r}"
         )
     return lengths
+
+
+def _check_biases(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
+    """Raise ``ValueError`` unless there are weights [n, k], each with a bias [n] or None."""
+    pairs = zip(weights, biases, strict=False)
+    fits = all(bias is None or bias.shape == weight.shape[:1] for weight, bias in pairs)
+    if not (0 < len(weights) == len(biases) and fits):
+        shapes = [None if one is None else list(one.shape) for one in (*weights, *biases)]
+        raise ValueError(
+            f"biases: required None or [n] for each of one or more weights [n, k], got {shapes}"
+        )
 
 
 def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

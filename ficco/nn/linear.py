@@ -220,6 +220,11 @@ class _ParallelLinear(nn.Module):
         """The mesh of the parameters if they are DTensors, else None."""
         return self.ranks.mesh
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The arguments of a product that are set for this layer."""
+        return {"group": self.group, "schedule": self.schedule, "recipe": self.recipe}
+
     def reset_parameters(self) -> None:
         """Initialise as an unsharded ``nn.Linear`` would with the same random state.
 
@@ -481,9 +486,8 @@ class RowParallelLinear(_ParallelLinear):
         if own_kernel(self.weight):
             return self._by_own_kernel(x, rows)
         weight, bias = self.local()
-        kwargs: dict[str, Any] = {"group": self.group, "schedule": self.schedule, "rows": rows}
-        kwargs["recipe"] = self.recipe
-        return scattered_linear(x, weight, bias, **kwargs, sequence_dim=self.sequence_dim)
+        kwargs = self._settings | {"rows": rows, "sequence_dim": self.sequence_dim}
+        return scattered_linear(x, weight, bias, **kwargs)
 
 
 @tells_refusals
@@ -541,10 +545,8 @@ def gathered(
 ) -> tuple[torch.Tensor, ...]:
     """Return the layers' outputs for a plain tensor that fits all of them."""
     weights, biases = zip(*(layer.local() for layer in layers), strict=True)
-    first = layers[0]
-    kwargs: dict[str, Any] = {"group": first.group, "schedule": first.schedule}
-    kwargs["recipe"] = first.recipe
-    return gathered_linears(x, weights, biases, **kwargs, sequence_dim=sequence_dim, rows=rows)
+    kwargs = layers[0]._settings | {"rows": rows, "sequence_dim": sequence_dim}
+    return gathered_linears(x, weights, biases, **kwargs)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -676,17 +678,12 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
     rows = rows.reshape(rows.shape[0] if rows.dim() else 1, -1)
     # Sums in int64 wrap around, in the same way on every rank.
     sums = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64)
-    return torch.stack([(part * _odd_numbers(part)).sum() for part in sums])
-
-
-def _odd_numbers(like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(1, 2 * like.numel() + 1, 2, device=like.device)
+    odd = (torch.arange(1, 2 * part.numel() + 1, 2, device=part.device) for part in sums)
+    return torch.stack([(part * number).sum() for part, number in zip(sums, odd, strict=True)])
 
 
 #: The attribute that holds the :class:`SharedInput` of an input.
 _ATTRIBUTE = "_ficco_shared"
-
-Outputs = tuple[torch.Tensor, ...]
 
 
 class SharedInput:
@@ -702,7 +699,7 @@ class SharedInput:
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        multiply: Callable[[torch.Tensor], Outputs],
+        multiply: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
     ) -> None:
         self.layers, self.multiply = layers, multiply
         self.hooks = _saving_hooks()

@@ -43,7 +43,7 @@ def check_module(module: object) -> None:
 def not_linear(module: nn.Module, forward: Callable[..., Any] = nn.Linear.forward) -> str:
     """Return why a layer is not a product by ``forward`` with its parameters; "" if it is."""
     kind = type(module)
-    if kind.forward is not forward:
+    if getattr(kind, "forward", None) is not forward:
         return f"a {kind.__name__}"
     if "forward" in module.__dict__:
         return "one with a forward of its own"

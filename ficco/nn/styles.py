@@ -78,12 +78,11 @@ class _RowwiseLinear(RowParallelLinear, nn.Linear):
         if style.output_layouts[0] == Partial():
             return _laid_out(self._partial(local), self, Partial())
         dim = _sequence(x, style.output_layouts[0])
-        kwargs: dict[str, Any] = {"group": self.group, "schedule": self.schedule}
-        kwargs["recipe"] = self.recipe
         if dim is None:
-            return _laid_out(reduced_linear(local, *self.local(), **kwargs), self, Replicate())
+            y = reduced_linear(local, *self.local(), **self._settings)
+            return _laid_out(y, self, Replicate())
         rows = _uneven(local.shape[dim], self.mesh)
-        y = scattered_linear(local, *self.local(), **kwargs, sequence_dim=dim, rows=rows)
+        y = scattered_linear(local, *self.local(), **self._settings, sequence_dim=dim, rows=rows)
         uneven = None if rows is None else torch.Size((*local.shape[:-1], y.shape[-1]))
         return _laid_out(y, self, Shard(dim), uneven)
 

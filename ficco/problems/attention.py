@@ -38,6 +38,7 @@ from ficco.problems.specification import (
     Rows,
     Specification,
     check_name,
+    zero,
 )
 
 
@@ -52,13 +53,7 @@ class KeyGather(Problem):
 
     spans: tuple[tuple[Span, ...], ...] = ()
 
-    @property
-    def same_blocks(self) -> bool:
-        return False
-
-    @property
-    def masked(self) -> bool:
-        return True
+    same_blocks, masked = False, True
 
     def block(self, src: int, dst: int) -> int:
         first, last = self.spans[src][dst]
@@ -363,10 +358,6 @@ def clipped(segments: Sequence[Segment], rows: Span) -> list[Segment]:
     return [part for part in parts if part.length]
 
 
-#: Data that a forward saves for its gradient: ``""``, nothing, since there is no gradient; or the
-#: log-sum-exp with the ``"heads"`` that arrived, or with the ``"shards"``, which travel again.
-SAVES = ("", "heads", "shards")
-
 #: Matrices with a row for each head of keys; the other matrices have one for each head of queries.
 OF_KEYS = ("k", "v", "dk", "dv")
 
@@ -387,7 +378,9 @@ class HeadsProblem(AnyProblem):
     Attributes:
         attention: the attention over all heads. Ranks hold parts of the sequence in rank order.
         backward: whether it is the gradient.
-        saves: one of :data:`SAVES`.
+        saves: data that a forward saves for its gradient: ``""``, nothing, since there is no
+            gradient; or the log-sum-exp with the ``"heads"`` that arrived, or with the
+            ``"shards"``, which travel again.
 
     Raises:
         ValueError: the heads cannot be shared equally.
@@ -586,17 +579,13 @@ class HeadsProblem(AnyProblem):
 
     def _arrival(self, matrix: str) -> Exchange:
         leaves = partial(self.leaves, matrix)
-        return Exchange(lambda src, dst: self.count(matrix, dst), leaves, _zero)
+        return Exchange(lambda src, dst: self.count(matrix, dst), leaves, zero)
 
     def _return(self, matrix: str) -> Exchange:
         lands = partial(self.lands, matrix)
-        return Exchange(lambda src, dst: self.count(matrix, src), _zero, lands)
+        return Exchange(lambda src, dst: self.count(matrix, src), zero, lands)
 
     def __str__(self) -> str:
         sizes = str(self.attention).partition("(")[2].removesuffix(")")
         flags = ["backward"] * self.backward + [f"saves {self.saves}"] * bool(self.saves)
         return f"{self.operator}({', '.join([sizes, *flags])})"
-
-
-def _zero(src: int, dst: int) -> int:
-    return 0

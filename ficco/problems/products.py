@@ -31,6 +31,7 @@ from ficco.problems.specification import (
     Factors,
     Specification,
     check_name,
+    zero,
 )
 
 #: Bytes per element of the supported dtypes of operands without scales.
@@ -328,7 +329,7 @@ class Problem(AnyProblem):
         exchange = Exchange(self.block, self.leaves, self.lands, terms=kind.scatters)
         if kind.sums:  # every rank has a term of every row of the product
             sums: dict[str, Any] = {"sums": True, "terms": True, "added": self.block}
-            exchange = Exchange(self._all_rows, self._zero, self._zero, **sums)
+            exchange = Exchange(lambda src, dst: self.m, zero, zero, **sums)
         contraction = Contraction("A", "B", product, tuple(map(self.b_rows, ranks)), kind.inner)
         unscaled = Specification(
             operands=(a, b),
@@ -365,7 +366,7 @@ class Problem(AnyProblem):
             )
         exchanges = dict(unscaled.exchanges)
         if travels:
-            by_rank = Exchange(self._one_row, self._zero, self._sender)
+            by_rank = Exchange(lambda src, dst: 1, zero, lambda src, dst: src)
             exchanges[names[0]] = by_rank if scaling.by_rank else exchanges["A"]
         factors = tuple(map(Factors, names, (rules.a, rules.b)))
         bias = "bias" if scaling.bias else ""
@@ -376,18 +377,6 @@ class Problem(AnyProblem):
             contractions=(contraction._replace(factors=factors, bias=bias),),
             exchanges=exchanges,
         )
-
-    def _all_rows(self, src: int, dst: int) -> int:
-        return self.m
-
-    def _zero(self, src: int, dst: int) -> int:
-        return 0
-
-    def _one_row(self, src: int, dst: int) -> int:
-        return 1
-
-    def _sender(self, src: int, dst: int) -> int:
-        return src
 
     @cached_property
     def given(self) -> Problem:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ficco.problems.mask import Span
+
 #: Families of dtypes of scaled operands. For equal bits, an e4m3fn is twice an e4m3fnuz.
 FAMILIES = {
     "float8_e4m3fn": "OCP",
@@ -27,9 +29,6 @@ MULTIPLE = 16
 
 #: As the number of rows or columns that share a factor: all of them.
 ALL = 0
-
-#: First and last row or column, exclusive.
-Span = tuple[int, int]
 
 
 class Recipe(NamedTuple):

@@ -154,6 +154,9 @@ def _attention(
 ) -> AttentionProblem | HeadsProblem:
     if sequence % world:
         raise InvalidArgument("sequence", f"required a multiple of {world} ranks, got {sequence}")
+    for name, count in (("heads", heads), ("head_size", head_size)):
+        if count < 1:
+            raise InvalidArgument(name, f"required at least 1, got {count}")
     kv_heads = heads if options["kv_heads"] is None else options["kv_heads"]
     if kv_heads < 1 or heads % kv_heads:
         raise InvalidArgument("kv_heads", f"required a divisor of {heads} heads, got {kv_heads}")

@@ -566,6 +566,7 @@ def refusal(problem: AttentionProblem, schedule: Schedule) -> str:
     return why and f"{name}: {why}; take growing, shard-overlap, hetero-fused-1d or serial"
 
 
+@paused()
 def attention_plans(
     problem: AttentionProblem,
     schedule: Schedule,
@@ -585,11 +586,9 @@ def attention_plans(
     if schedule.grouping == "ring":
         problem = replace(problem, ring=True)
     words = WordAllocator(problem.world)
-    with paused():
-        every = range(problem.world) if ranks is None else ranks
-        builders = [Builder(problem, rank) for rank in every]
-        if problem.backward:
-            back = GradientWorld(problem, schedule, words, staging_bytes)
-            return [GradientStage(back, one).plan() for one in builders]
-        world = AttentionWorld(problem, schedule, words, staging_bytes)
-        return [AttentionStage(world, one).plan() for one in builders]
+    builders = [Builder(problem, rank) for rank in ranks or range(problem.world)]
+    if problem.backward:
+        back = GradientWorld(problem, schedule, words, staging_bytes)
+        return [GradientStage(back, one).plan() for one in builders]
+    world = AttentionWorld(problem, schedule, words, staging_bytes)
+    return [AttentionStage(world, one).plan() for one in builders]

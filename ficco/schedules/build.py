@@ -48,7 +48,7 @@ def plan(
         ValueError: the schedule cannot serve the operator, or the cap is too small for its largest
             step.
     """
-    return _plans(problem, schedule, [rank], staging_bytes, packs_columns)[0]
+    return plans_of(problem, schedule, [rank], staging_bytes, packs_columns)[0]
 
 
 def plans(
@@ -58,7 +58,7 @@ def plans(
     packs_columns: bool = False,
 ) -> list[Plan]:
     """The Plans of all ranks."""
-    return _plans(problem, schedule, range(problem.world), staging_bytes, packs_columns)
+    return plans_of(problem, schedule, range(problem.world), staging_bytes, packs_columns)
 
 
 def refusal(problem: Problem, schedule: Schedule) -> str:
@@ -129,7 +129,8 @@ def same_plans(problem: Problem, schedules: Iterable[Schedule]) -> dict[Schedule
     for schedule in schedules:
         alike = by_first.setdefault(_nameless(plan(problem, schedule, 0)), [])
         for other in alike:  # usually empty: most schedules differ in the Plan of rank 0
-            if _all_nameless(problem, schedule) == _all_nameless(problem, other):
+            pairs = zip(plans(problem, schedule), plans(problem, other), strict=True)
+            if all(_nameless(one) == _nameless(two) for one, two in pairs):
                 first_with[schedule] = other
                 break
         else:
@@ -143,18 +144,15 @@ def _nameless(plan: Plan) -> Plan:
     return replace(plan, schedule="")
 
 
-def _all_nameless(problem: Problem, schedule: Schedule) -> list[Plan]:
-    return [_nameless(plan) for plan in plans(problem, schedule)]
-
-
 @paused()
-def _plans(
+def plans_of(
     problem: Problem,
     schedule: Schedule,
     ranks: Sequence[int],
     staging_bytes: int | None,
     packs_columns: bool,
 ) -> list[Plan]:
+    """The Plans of some ranks: see :func:`plan`."""
     if schedule.own:
         every = own_plans(problem, schedule)
         if staging_bytes is not None and every[0].slot_bytes > staging_bytes:

@@ -182,7 +182,7 @@ class Builder:
         self.lane_of: dict[int, str] = {}  # peer -> the lane of copies from or to it, if any
         self.steps: list[Step] = []
         self.begun: dict[int, tuple[Signal, ...]] = {}  # by peer, signals that the call has begun
-        self.silent: tuple[Signal, ...] = ()  # signals of peers without data for this rank
+        self.silent: tuple[Signal, ...] = ()  # signals of peers that the last step waits for
 
     def add(self, step: Step) -> int:
         """Append a step, and return its index."""
@@ -314,15 +314,11 @@ class Stage:
         """Add all steps except the last one, which hands over the slot."""
         raise NotImplementedError
 
-    def silent(self) -> tuple[Signal, ...]:
-        """Further signals of peers without data for this rank."""
-        return ()
-
     def plan(self) -> Plan:
         """Add all steps, and return the Plan of a call with this stage only."""
         self.run()
         if self.builder.problem.world > 1 and self.steps:
-            self.builder.retire(self.silent())
+            self.builder.retire()
         world, stages = self.world, self.world.stage_count(self.me)
         return self.builder.plan(str(self.schedule), world.buffers, world.words, stages)
 
@@ -340,17 +336,11 @@ class Stage:
         return new(Region, (self.b, self.me, row, row_stop, col, col_stop))
 
     def _product(
-        self,
-        a: Region,
-        b: Region,
-        out: Region,
-        accumulate: bool = False,
-        terms: int = 0,
-        factors: Region | None = None,
+        self, a: Region, b: Region, out: Region, accumulate: bool = False, terms: int = 0
     ) -> Product:
-        """A product, with its factors if operands are scaled. ``factors``: see :func:`scaled`."""
+        """A product, with its factors if operands are scaled."""
         product = Product(a, b, out, accumulate, terms=terms)
-        return scaled(self.problem, product, factors) if self.problem.scaling else product
+        return scaled(self.problem, product) if self.problem.scaling else product
 
     def _cast(self, wanted: Region, lane: str) -> tuple[int, ...]:
         """Cast the remaining parts of a region of A, if the call casts A. Rows with a single factor
@@ -367,19 +357,13 @@ class Stage:
         return tuple(i for i in casts if self.steps[i].lane != lane)
 
     def _place(
-        self,
-        lane: str,
-        src: Region,
-        dst: Region,
-        after: tuple[int, ...] = (),
-        posts: tuple[Signal, ...] = (),
-        terms: int = 0,
-    ) -> int:
-        """Add a copy within the rank, and return its index."""
+        self, lane: str, src: Region, dst: Region, after: tuple[int, ...] = (), terms: int = 0
+    ) -> None:
+        """Add a copy within the rank."""
         # The copy kernel brings own rows to their place in the launch that sends others.
         mover = "kernel" if self.schedule.mover == "kernel" and src.buffer == self.a else "dma"
         move, label = Transfer(src, dst, terms, mover=mover), f"{src.buffer}>{dst.buffer}"
-        return self.add(Step(move, lane, label, (), posts, after=after))
+        self.add(Step(move, lane, label, after=after))
 
 
 def _meet(one: Region, two: Region) -> bool:

@@ -26,8 +26,6 @@ LOOKAHEAD = 2
 NO_SIGNALS: tuple[Signal, ...] = ()
 #: Indices of earlier steps.
 After = tuple[int, ...]
-#: The ranks of other hosts that a rank sends to and receives from.
-Legs = Sequence[tuple[int, int]]
 
 
 class Parcel(NamedTuple):
@@ -217,12 +215,13 @@ class Traffic:
 
     def cross(
         self,
-        legs: Legs,
+        legs: Sequence[tuple[int, int]],
         after: Callable[[int, int], After] = lambda target, number: (),
         direct: bool = True,
     ) -> None:
-        """Exchange pieces with ranks of other hosts. A step moves a piece both ways. ``after``
-        returns the steps before a piece leaves, given its target and its number.
+        """Exchange pieces with ranks of other hosts. ``legs``: pairs of a rank to send to and
+        a rank to receive from. A step moves a piece both ways. ``after`` returns the steps before a
+        piece leaves, given its target and its number.
 
         If ``direct``, pieces go to all ranks of other hosts, not only to the rail. A step then
         moves all pieces that are multiplied together, so that they wait for the network's latency

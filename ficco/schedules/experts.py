@@ -18,7 +18,7 @@ from itertools import chain
 from typing import NamedTuple
 from weakref import proxy
 
-from ficco.plan.model import Plan, Product, Products, Region, Signal, Step, Transfer
+from ficco.plan.model import Plan, Product, Products, Region, Signal, Step, Transfer, paused
 from ficco.problems.experts import ExpertLayer
 from ficco.schedules.builder import REDUCE_LANE, Block, Builder, WordAllocator, remembered
 from ficco.schedules.exchange import After, Parcel, Route, Traffic
@@ -55,11 +55,8 @@ class ExpertWorld:
     """
 
     def __init__(self, layer: ExpertLayer, schedule: Schedule) -> None:
-        if why := expert_refusal(schedule):
-            raise ValueError(
-                f"schedule {schedule}: required one that pushes rows, fused, unfused, growing or "
-                f"shrinking, for {layer.operator}, got one {why}; take another schedule"
-            )
+        if why := expert_refusal(layer, schedule):
+            raise ValueError(why)
         self.layer, self.schedule = layer, schedule
         self.shares = self.cut(schedule.pieces or layer.world)
         self.whole = Share(0, layer.experts, 0, layer.capacity)
@@ -458,19 +455,25 @@ def _label(sources: Sequence[int], number: int) -> str:
     return " ".join(f"{source}.{number}" for source in sources)
 
 
-def expert_refusal(schedule: Schedule) -> str:
-    """Why a schedule cannot serve layers of experts, to follow "got one"; empty if it can."""
+def expert_refusal(layer: ExpertLayer, schedule: Schedule) -> str:
+    """Why a schedule cannot serve layers of experts; empty if it can."""
     if schedule.grouping not in ("fused", "unfused", "growing", "shrinking"):
-        return f"that is {schedule.grouping}"
-    if schedule.dims == 2:
-        return "that cuts columns"
-    if schedule.mover != "dma":
-        return f"whose mover is {schedule.mover}"
-    if schedule.pull or schedule.beta or schedule.tail > 1:
-        return "with pull, beta or a tail"
-    return ""
+        got = f"that is {schedule.grouping}"
+    elif schedule.dims == 2:
+        got = "that cuts columns"
+    elif schedule.mover != "dma":
+        got = f"whose mover is {schedule.mover}"
+    elif schedule.pull or schedule.beta or schedule.tail > 1:
+        got = "with pull, beta or a tail"
+    else:
+        return ""
+    return (
+        f"schedule {schedule}: required one that pushes rows, fused, unfused, growing or "
+        f"shrinking, for {layer.operator}, got one {got}; take another schedule"
+    )
 
 
+@paused()
 def expert_plans(
     layer: ExpertLayer, schedule: Schedule, ranks: Sequence[int] | None = None
 ) -> list[Plan]:

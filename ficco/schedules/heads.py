@@ -21,7 +21,7 @@ from ficco.schedules.groups import cut, far_legs, near_targets, sources_of
 from ficco.schedules.space import NAMED, Schedule
 
 
-def heads_refusal(schedule: Schedule) -> str:
+def heads_refusal(problem: HeadsProblem, schedule: Schedule) -> str:
     """Why a schedule cannot serve attention by heads; empty if it can."""
     knobs = {name: getattr(schedule, name) for name in ("pieces", "copy", "compute")}
     if schedule == replace(NAMED["serial"], **knobs):
@@ -54,6 +54,7 @@ def pieces_of(problem: HeadsProblem, schedule: Schedule, rank: int) -> list[Span
     ]
 
 
+@paused()
 def heads_plans(
     problem: HeadsProblem, schedule: Schedule, ranks: Sequence[int] | None = None
 ) -> list[Plan]:
@@ -62,12 +63,11 @@ def heads_plans(
     Raises:
         ValueError: the schedule cannot serve attention by heads.
     """
-    if why := heads_refusal(schedule):
+    if why := heads_refusal(problem, schedule):
         raise ValueError(why)
-    with paused():
-        world = _HeadsWorld(problem, schedule)
-        every = range(problem.world) if ranks is None else ranks
-        return [_HeadsStage(world, Builder(problem, rank)).plan() for rank in every]
+    world = _HeadsWorld(problem, schedule)
+    every = ranks or range(problem.world)
+    return [_HeadsStage(world, Builder(problem, rank)).plan() for rank in every]
 
 
 class _HeadsWorld:

@@ -14,11 +14,9 @@ peer, for piece 0: the peer's call has begun.
 from __future__ import annotations
 
 from ficco.plan.model import Products, Reduction, Region, Signal, Step, Transfer
+from ficco.problems.mask import Span
 from ficco.schedules.builder import REDUCE_LANE, Builder, Stage, World, merged, remembered
 from ficco.schedules.groups import Unit, cut, finer
-
-#: Rows of the product.
-Rows = tuple[int, int]
 
 #: Bytes of sums that a share of a two-shot's piece has at least, and the most shares. Each has a
 #: signal to each peer, so that a block of a launch waits for one block of each peer.
@@ -53,7 +51,7 @@ class OneShotWorld(World):
             shapes = tuple((problem.m - rows, problem.n) for rows in problem.rows)
             self.staging = self.buffer("staging", self.out, shapes)
 
-    def _pieces(self, rank: int) -> list[Rows]:
+    def _pieces(self, rank: int) -> list[Span]:
         problem, schedule = self.problem, self.schedule
         first, rows = problem.offsets[rank], problem.rows[rank]
         if problem.kind.returns and not self.two_shot:
@@ -65,7 +63,7 @@ class OneShotWorld(World):
             pieces += finer(pieces.pop(), schedule.tail, least)
         return [(first + piece.start, first + piece.stop) for piece in pieces]
 
-    def made(self, piece: int) -> list[Rows]:
+    def made(self, piece: int) -> list[Span]:
         """Rows of the product for one piece of every rank, in rising order."""
         ranks = self.summed[: 1 if self.problem.kind.returns and not self.two_shot else None]
         return [pieces[piece] for pieces in ranks if piece < len(pieces)]
@@ -121,17 +119,15 @@ class OneShotStage(Stage):
         self._sum(world.rounds - 1)
         waited = any(not s.released for step in self.steps for s in step.waits)
         begun = () if waited else tuple(world.valid(peer, me)[0] for peer in peers)
-        posts = () if world.two_shot else tuple(world.done(me, peer) for peer in peers)
+        posts = tuple[Signal, ...]()
         if world.two_shot:
             self._keep()
+        else:
+            posts = tuple(world.done(me, peer) for peer in peers)
+            self.builder.silent += tuple(world.done(peer, me) for peer in peers)
         if begun or posts:
             after = self.builder.lasts()
             self.add(Step(None, "sync", "has read", begun, posts=posts, after=after))
-
-    def silent(self) -> tuple[Signal, ...]:
-        """The signals that the peers have read."""
-        peers = () if self.world.two_shot else self.peers
-        return tuple(self.world.done(peer, self.me) for peer in peers)
 
     def _multiply(self, piece: int) -> None:
         """Multiply one piece of every rank in one step, and signal it to the peers."""

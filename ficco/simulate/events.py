@@ -120,9 +120,7 @@ class _SimulatedLane:
     rank: int  # index among those that are simulated
     computes: bool  # compute lanes have a lower priority than others
     steps: list[int] = field(default_factory=list)
-    order: list[int] = field(
-        default_factory=list
-    )  # tie-break between steps that can begin at the same time
+    order: list[int] = field(default_factory=list)  # priorities of the steps: :meth:`head_order`
     position: int = 0  # of the head in ``steps``
     free: float = 0.0  # time at which the head may begin
     version: int = 0  # of the event of the head's end, which changes with its rate
@@ -252,12 +250,9 @@ class _SimulatedRank:
                 now += self._looks_up(step)
                 available = now + host.matmul  # the first product: the host goes on during it
                 now += host.matmul * (1 if step.part else len(work.products))
-            elif isinstance(work, Attendings):
+            elif isinstance(work, (Attendings, Applied)):
                 available = now + host.matmul
-                now += host.matmul * len(work.attends)
-            elif isinstance(work, Applied):
-                available = now + host.matmul
-                now += host.matmul
+                now += host.matmul * (len(work.attends) if isinstance(work, Attendings) else 1)
             if self.posts[launch[-1]] and not step.part:
                 now += host.signal
             for one in launch:
@@ -265,9 +260,10 @@ class _SimulatedRank:
 
     def _looks_up(self, step: Step) -> float:
         """Seconds of the host to look up the exact rows of a step's blocks."""
-        buffer = self.plan.buffer
-        if isinstance(step.work, Transfer):
-            return LOOK_UP * (buffer[step.work.src.buffer].block > 0)
+        buffer, work = self.plan.buffer, step.work
+        if isinstance(work, Transfer):  # the Plan may not list the peer's end of a move
+            mine = work.src if work.src.rank == self.plan.rank else work.dst
+            return LOOK_UP * (buffer[mine.buffer].block > 0)
         products = [one for one in step.products if buffer[one.a.buffer].block]
         return LOOK_UP * sum(one.batch if self.plan.runs_one_by_one(one) else 1 for one in products)
 

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ficco.errors import ConfigError
-from ficco.plan import OPS, Applied, Attending, Attendings, Crossing, LibraryMove, Plan
+from ficco.plan import OPS, Applied, Attendings, Crossing, LibraryMove, Plan
 from ficco.plan.model import Products, Reduction, Step, Transfer, unknown
+from ficco.problems.mask import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
 
 #: Kinds of bars: the operations of steps, and ``"wait"``.
 KINDS = (*OPS, "wait")
@@ -70,11 +71,6 @@ class Timeline:
         return max((bar.stop_s for bar in bars), default=0.0)
 
 
-def attended_flops(one: Attending) -> float:
-    """Floating-point operations of attention (two products) or its backward (five products)."""
-    return (4.0 if one.back is None else 10.0) * one.pairs * one.q.cols
-
-
 def work(plan: Plan, step: Step) -> tuple[float, float]:
     """Floating-point operations and bytes of a step. A sum counts the bytes that it reads and
     writes; a collective counts the bytes that the rank receives."""
@@ -83,7 +79,9 @@ def work(plan: Plan, step: Step) -> tuple[float, float]:
         case Products(products):
             flops = sum(2.0 * p.batch * p.out.elements * p.b.rows for p in products)
         case Attendings(attends):
-            flops = sum(map(attended_flops, attends))
+            for one in attends:
+                per_pair = FORWARD_PRODUCTS if one.back is None else BACKWARD_PRODUCTS
+                flops += 2.0 * per_pair * one.pairs * one.q.cols
         case Applied() as applied:
             flops = applied.flops
         case Transfer() as move:

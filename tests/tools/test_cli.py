@@ -260,6 +260,8 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
         f"{command} {OTHER} ulysses_attention {' '.join(ATTENTION)}": (
             ("--placement ranks", "--placement: required none for ulysses_"),
             ("--world 8 --sequence 64", "the 8 ranks share equally"),
+            ("--heads 0", "--heads: required at least 1, got 0"),
+            ("--head-size 0", "--head-size: required at least 1, got 0"),
         )
         for command in ("explain", "plan auto")
     },

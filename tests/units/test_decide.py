@@ -236,6 +236,9 @@ def test_explain_takes_schedules_numbers_and_machines_of_any_kind(tmp_path: Path
     explained = ficco.explain(GATHER, **of_numpy, machine=MACHINE)
     assert explained.problem == decision.problem and type(explained.problem.n) is int
     assert "h200-4" in ficco.explain(GATHER, machine="h200-4", **sizes).reason
+    heads = {"world": 4, "sequence": 64, "heads": 8, "head_size": 16, "machine": MACHINE}
+    defaults = ficco.explain("all_gather_attention", **heads, window=None, kv_heads=None)
+    assert defaults.problem == ficco.explain("all_gather_attention", **heads).problem
     path = tmp_path / "mine.yaml"
     save(MACHINE, path)
     assert "on toy" in ficco.explain(GATHER, machine=str(path), **sizes).reason
@@ -247,6 +250,7 @@ def test_options_and_explain_refuse_invalid_arguments() -> None:
     sizes: Any = {"operator": GATHER, "m": 2048, "n": 1024, "k": 4096, "world": 4}
     for invalid, message in (
         ({"world": 0}, "at least 1 rank"),
+        ({"hosts": 8}, "hosts: required a divisor of 4 ranks, got 8"),
         ({"machine": 5}, "machine: required a Machine, a name.* or None, got 5"),
         ({"machine": "nowhere"}, "nowhere"),
     ):

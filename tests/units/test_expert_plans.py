@@ -191,6 +191,7 @@ def test_reasons_of_decisions_without_a_simulation_and_errors() -> None:
         ({"split": "rows"}, "experts, columns"),
         ({"activation": "tanh"}, "required one of"),
         ({"schedule": 3}, "required 'auto'"),
+        ({"schedule": "ring"}, "one that is ring"),
     ):
         with pytest.raises(ValueError, match=text):
             ficco.explain("experts", **(sizes | invalid))

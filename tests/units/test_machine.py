@@ -37,7 +37,7 @@ from ficco.machine import (
     user_dir,
 )
 from ficco.machine import text as as_yaml
-from ficco.machine.model import OneOf, Points, Quantity
+from ficco.machine.model import Count, OneOf, Points, Quantity
 from ficco.tools.tune.fits import ENOUGH, Sample, errors, fit
 
 MEASURED = Provenance("measured", "2026-11-21", command="ficco tune", torch="2.11.0")
@@ -103,7 +103,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if get_origin(kind) is tuple:
         arms = get_args(kind)
         if arms[-1] is Ellipsis:
-            return st.lists(values(arms[0]), max_size=2).map(tuple)
+            least = int(arms[0] == Count)  # tiles and splits
+            return st.lists(values(arms[0]), min_size=least, max_size=2).map(tuple)
         return st.tuples(*(values(arm) for arm in arms))
     if kind is str:
         return st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=8)
@@ -267,6 +268,11 @@ def test_values_that_a_file_may_hold() -> None:
     text = dumps(replace(SMALL, tuned=(unknown, unknown))).replace("bfloat16", "int4", 1)
     with pytest.raises(ConfigError, match=r"tuned\[0\]\.dtype: required one of bfloat16, "):
         loads(text)
+    with pytest.raises(ConfigError, match=r"tuned\[0\]\.seconds\[1\]: required .* above 0"):
+        loads(dumps(replace(SMALL, tuned=(replace(unknown, seconds=(1.0, 0.0)),))))
+    tiled = replace(SMALL, gemm=Gemm(1e12, 1, 0, 1, 0, 1e9, MEASURED, splits=(1, 2)))
+    with pytest.raises(ConfigError, match="gemm: required at least one number in splits"):
+        loads(dumps(tiled).replace("splits: [1, 2]", "splits: []"))
 
 
 # Saving.
