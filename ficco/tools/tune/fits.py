@@ -236,13 +236,13 @@ class Heat:
         return seconds - np.maximum(0.0, seconds - self.burst) * (1.0 - self.sustained)
 
 
-def heat_of(gemm: Gemm) -> Heat:
-    """The power limit of a machine's block."""
-    return Heat(gemm.burst, gemm.sustained)
-
-
 #: A device whose rows take as long as their products one by one.
 COLD = Heat()
+
+
+def heat_of(gemm: Gemm | None) -> Heat:
+    """The power limit of a machine's block; none without it."""
+    return Heat(gemm.burst, gemm.sustained) if gemm else COLD
 
 
 def heat(times: Sequence[RowTime]) -> Heat:
@@ -320,17 +320,24 @@ class Sample:
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of a model on samples: ``|predicted / measured - 1|``."""
+    """Relative errors of predictions: ``|predicted / measured - 1|``."""
 
     median: float
     mean: float
     worst: float
 
+    @classmethod
+    def of(cls, predicted: Any, measured: Sequence[float]) -> Errors:
+        off = np.abs(np.divide(predicted, measured) - 1)
+        return cls(float(np.median(off)), float(off.mean()), float(off.max()))
+
+    def __str__(self) -> str:
+        return f"{self.median:.1%} median, {self.mean:.1%} mean, {self.worst:.1%} worst"
+
 
 def errors(gemm: Gemm, samples: Sequence[Sample]) -> Errors:
     """How far a model is from samples."""
-    off = np.abs(_predict(gemm, _columns(samples)) / [s.seconds for s in samples] - 1)
-    return Errors(float(np.median(off)), float(off.mean()), float(off.max()))
+    return Errors.of(_predict(gemm, _columns(samples)), [s.seconds for s in samples])
 
 
 def fit(
