@@ -21,7 +21,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import copy_context
@@ -534,24 +534,6 @@ class Stopwatch:
 def calls_to_cover(front: Times, back: Times) -> int:
     """Number of background calls that outlast a timed call, from their exclusive times."""
     return min(max(math.ceil(COVER * np.median(front) / np.median(back)), 1), MOST_IN_BACKGROUND)
-
-
-def timed_during(
-    time: Callable[..., dict[str, Times]],
-    calls: Mapping[str, Call],
-    pairs: Iterable[tuple[str, str]],
-    device: torch.device,
-) -> dict[str, Times]:
-    """Times of calls and, under ``"one during other"``, of the first of each pair of them during
-    the second. ``time`` times calls in a ``share`` of the seconds there are."""
-    exclusive = time(calls, share=0.2, most=7)
-    together = {
-        f"{front} during {back}": contended(
-            calls[front], calls[back], calls_to_cover(exclusive[front], exclusive[back]), device
-        )
-        for front, back in pairs
-    }
-    return time({**calls, **together}, share=0.8)
 
 
 def contended(front: Call, back: Call, count: int, device: torch.device) -> Runner:
