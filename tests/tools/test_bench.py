@@ -782,14 +782,14 @@ def test_shapes_of_the_command_line() -> None:
 
 def _timelines(at: ranks.Rank) -> list[list[Timeline]]:
     group: Any = torch.distributed.group.WORLD
-    timelines = []
+    watch, timelines = Stopwatch(group, at.device), []
     for dtype in ("fp8-row", "fp8-block"):
         problem = problem_of_sizes(OPERATOR, 64, 32, 128, dtype, at.world)
         operands = Operands(problem, at.rank, at.device)
         operands.exact(0)
         operands.exact_b()
         calls = {name: table.caller(operands, group, name) for name in ("serial", "growing")}
-        timelines.append(timelines_of(calls, group, at.device))
+        timelines.append(timelines_of(calls, watch))
     return timelines
 
 

@@ -110,7 +110,7 @@ def demo(device_name: str, out: Path | None) -> int:
         calls = {one: caller(work.operands, group, one) for one in served if one in work.offered}
         CpuEngine.bandwidth = DRAWN_BANDWIDTH  # the engines of GPUs have no such limit
         try:
-            runs = [timelines_of(calls, group, device) for _ in range(RUNS)]
+            runs = [timelines_of(calls, watch) for _ in range(RUNS)]
         finally:
             CpuEngine.bandwidth = None
     watch.close()

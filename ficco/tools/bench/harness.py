@@ -28,7 +28,6 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.dma.engine import fingerprint
@@ -437,7 +436,7 @@ class _Bench:
             for one in timed:
                 if one.runner is not None and one.schedule:
                     calls.setdefault(one.schedule, one.runner.run)
-            timelines = timelines_of(calls, watch.group, watch.device)
+            timelines = timelines_of(calls, watch)
             if watch.rank == 0:  # drawn, and written for Perfetto and for ``ficco plot``
                 stem = settings.csv.with_suffix("")
                 draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0])
@@ -541,9 +540,7 @@ UNSEEN = 1e18
 SLEEP_CYCLES = 40_000_000
 
 
-def timelines_of(
-    calls: Mapping[str, Callable[[], Any]], group: ProcessGroup, device: torch.device
-) -> list[Timeline]:
+def timelines_of(calls: Mapping[str, Callable[[], Any]], watch: Stopwatch) -> list[Timeline]:
     """The planned and the measured Timeline of every call that is served here, in turn.
 
     The plan is simulated at the rates that the steps of the measured call reached, so that both
@@ -554,19 +551,17 @@ def timelines_of(
     for name, call in calls.items():
         with suppress(NotImplementedError), timing_steps() as seen:
             call()  # first use is slow
-            if device.type == "cuda":  # GPUs wait and begin together while their hosts enqueue
+            if watch.on_gpu:  # GPUs wait and begin together while their hosts enqueue
                 gpu._sleep(SLEEP_CYCLES)
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
+                dist.all_reduce(torch.zeros(1, device=watch.device), group=watch.group)
             call()
             if len(seen) != 2:  # each call is several, that go by columns
                 continue
             plan, mine = seen[-1]
             bare: Any = plan.problem  # without its cached attributes, which have functions
-            everyone: list[Any] = [None] * group.size()
-            bare_plan = replace(plan, problem=replace(bare)), mine
-            dist.all_gather_object(everyone, bare_plan, group=group)
+            everyone = watch.gather((replace(plan, problem=replace(bare)), mine))
             plans = [plan for plan, _ in everyone]
-            here = fingerprint(device, group.size()).accelerator
+            here = fingerprint(watch.device, watch.world).accelerator
             ranks = [
                 [(plan.steps[one.step], one.start, one.stop) for one in sorted(spans, key=start)]
                 for plan, spans in everyone
