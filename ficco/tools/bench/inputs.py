@@ -241,23 +241,13 @@ class Operands:
 
 Call = Callable[[], torch.Tensor]
 
-#: Makes a call; its result, and a figure of it such as its seconds.
-Measure = Callable[[Call], tuple[torch.Tensor, float]]
-
 
 class ExactCall(NamedTuple):
-    """One call.
-
-    Attributes:
-        name: of what was called.
-        wrong: how many elements of the result are wrong, on its device, which is not waited for:
-            what ``compare`` gave.
-        figure: what ``measure`` gave.
-    """
+    """One call, by the name of what was called. ``wrong``: how many elements of the result are
+    wrong, on its device, which is not waited for: what ``compare`` gave."""
 
     name: str
     wrong: torch.Tensor
-    figure: float
 
 
 def wrong_elements(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -277,14 +267,13 @@ def exact_calls(
     *,
     first: int = 0,
     compare: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    measure: Measure = lambda call: (call(), 0.0),
     seed: int = 0,
 ) -> Iterator[ExactCall]:
     """Make all calls ``count`` times, in an order that is shuffled anew each time: the first has
     it easiest. Every call has integers of its own, so that stale data shows.
 
     All ranks must pass the same names, ``count``, ``first`` and ``seed``: inputs and order follow
-    from them. Nothing but ``measure`` waits: the left operand is overwritten as soon as a call is
+    from them. Nothing waits: the left operand is overwritten as soon as a call is
     enqueued, so that data that is read too late shows, too.
 
     Args:
@@ -297,6 +286,6 @@ def exact_calls(
     shuffled = (name for _ in range(count) for name in order.sample(names, len(names)))
     for iteration, name in enumerate(shuffled, first):
         operands.exact(iteration)
-        result, figure = measure(calls[name])
+        result = calls[name]()
         wrong = compare(result) if compare else wrong_elements(result, operands.reference())
-        yield ExactCall(name, wrong, figure)
+        yield ExactCall(name, wrong)

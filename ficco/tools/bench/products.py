@@ -194,18 +194,22 @@ class ProductWork(Workload):
 
     def _prove(self, runner: Runner, call: Callable[[], torch.Tensor]) -> tuple[bool, int]:
         """Whether calls with inputs never used before are right, and the last one's peak memory."""
+        proof = call if runner.expected != "result" else self.watch.proof(call, self.operands)
+        peaks: list[int] = []
+
+        def measured() -> torch.Tensor:
+            result, peak = peak_bytes(proof, self.device)
+            peaks.append(peak)
+            return result
+
         how: dict[str, Any] = {
             "first": self._iteration,
             "compare": lambda result: wrong_elements(result, expected(runner, self.operands)),
-            "measure": lambda one: peak_bytes(one, self.device),
         }
-        proof = call if runner.expected != "result" else self.watch.proof(call, self.operands)
-        outcomes = list(exact_calls({"": proof}, self.operands, CHECKS, **how))
+        outcomes = list(exact_calls({"": measured}, self.operands, CHECKS, **how))
         self._iteration += CHECKS
         right = not any(outcome.wrong.item() for outcome in outcomes)
-        if proof is call:
-            return right, int(outcomes[-1].figure)
-        return right, peak_bytes(runner.run, self.device)[1]
+        return right, peaks[-1] if proof is call else peak_bytes(runner.run, self.device)[1]
 
     # Rows.
 
