@@ -333,10 +333,14 @@ def call(
     return operator(a, b, group=group, schedule=schedule, **more)
 
 
-def caller(operands: Operands, group: ProcessGroup, schedule: str) -> Callable[[], Any]:
-    """A call of the operator on operands."""
-    where = operands.a_LK, operands.b_KN, group, schedule
-    return partial(call, operands.problem, *where, **operands.scales)
+def caller(
+    operands: Operands, group: ProcessGroup, schedule: str, left: str = "a_LK"
+) -> Callable[[], Any]:
+    """A call of the operator on operands, whose left one has the name ``left`` there."""
+    return lambda: call(
+        *(operands.problem, getattr(operands, left), operands.b_KN, group, schedule),
+        **operands.scales,
+    )
 
 
 def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str = "") -> Decision:
@@ -588,13 +592,8 @@ def variable(name: str, value: str) -> Iterator[None]:
 
 
 def _ficco(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
-    name = "a_symmetric_LK" if candidate.symmetric else "a_LK"
-
-    def run() -> Any:
-        a = getattr(operands, name)
-        where = operands.b_KN, group, candidate.schedule
-        return call(operands.problem, a, *where, **operands.scales)
-
+    left = "a_symmetric_LK" if candidate.symmetric else "a_LK"
+    run = caller(operands, group, candidate.schedule, left)
     if not candidate.stages:
         return Runner(run)
     # Symmetric memory for ``stages`` steps of the schedule, signals included.

@@ -30,7 +30,7 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import NAMED, Schedule
 from ficco.tools import probe
-from ficco.tools.bench.candidates import call, of_problem, parse
+from ficco.tools.bench.candidates import caller, of_problem, parse
 from ficco.tools.bench.candidates import variable as environment
 from ficco.tools.bench.cases import OPERATOR as GATHER
 from ficco.tools.bench.cases import Case
@@ -256,8 +256,8 @@ def exact(
     """Problems of calls of schedules with changing integers, on operands, or on the operands of an
     all-gather of a shape."""
     operands = where if isinstance(where, Operands) else sized(at, where)
-    make = partial(call, operands.problem, operands.a_LK, operands.b_KN, group)
-    return compared(at, group, {name: partial(make, name) for name in schedules}, operands, count)
+    calls = {name: caller(operands, group, name) for name in schedules}
+    return compared(at, group, calls, operands, count)
 
 
 def compared(
@@ -588,7 +588,7 @@ def timeout(at: Rank, group: ProcessGroup) -> Passed:
         try:
             # Every peer has a lane that waits for it, so that there may be no queue left.
             with ficco.options(timeout_s=limit, on_timeout="raise"):
-                call(operands.problem, operands.a_LK, operands.b_KN, group, all_at_once(at))
+                caller(operands, group, all_at_once(at))()
                 ficco.synchronize(group)
             problems.append(f"a call ended although rank {absent} made none")
         except (SignalTimeout, PeerFailed):  # of this rank, or of one that gave up first
