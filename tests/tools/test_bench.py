@@ -200,8 +200,9 @@ def test_cpus_have_several_compute_lanes_and_modes_only_if_asked() -> None:
     assert [name for name in names if "compute" in name] == ["growing:compute=2"]
     assert measure.modes_of("cpu", None) == ("idle",)
     assert measure.modes_of("cuda", "idle,queued") == ("idle", "queued")
-    with pytest.raises(ValueError, match="queued"):
-        measure.modes_of("cpu", "queued")
+    for device, mode in (("cpu", "queued"), ("cuda", "graph")):
+        with pytest.raises(ValueError, match=f"on {device}, got '{mode}'"):
+            measure.modes_of(device, mode, graphs=False)
 
 
 def test_marks_of_schedules_and_names_of_one_plan() -> None:

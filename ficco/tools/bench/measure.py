@@ -96,13 +96,14 @@ class Runner:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
-    """The modes that a device has, or those of a list with commas.
+def modes_of(device: str, wanted: str | None, graphs: bool = True) -> tuple[str, ...]:
+    """The modes that a device has, or those of a list with commas; without ``graphs`` there is no
+    mode of that name.
 
     Raises:
         ValueError: there is no such mode, or the device does not have it.
     """
-    available = MODES if device == "cuda" else ("idle",)
+    available = MODES[: 2 + graphs] if device == "cuda" else ("idle",)
     if wanted is None:
         return available
     chosen = tuple(dict.fromkeys(wanted.split(",")))

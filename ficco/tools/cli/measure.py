@@ -110,17 +110,20 @@ def add_bench(parser: Any) -> None:
 def run_bench(arguments: argparse.Namespace) -> int:
     from ficco.tools.bench.frames import records
     from ficco.tools.bench.harness import bench, show_ways
+    from ficco.tools.bench.measure import modes_of
     from ficco.tools.bench.report import show_best
 
     device, ranks = place(arguments)
     kind = kind_of(arguments)
     measurement = partial(_others, kind=kind) if kind in KINDS else _products
     subject, settings_of_kind = measurement(arguments, device)
+    graphs = kind not in KINDS and "world" not in arguments
     if "world" in arguments:
         subject = f"replay-{arguments.world}-{subject}"
     settings = BenchSettings(
         **settings_of_kind,
         **cli.field_values(arguments, BenchSettings),
+        modes=modes_of(device, arguments.mode, graphs),
         device=device,
         quiet=arguments.json,
         csv=fresh(arguments.out, arguments.name or named(subject, device, ranks)),
@@ -242,8 +245,7 @@ def _products(arguments: argparse.Namespace, device: str) -> Measurement:
     candidates = choose(arguments.schedules, getattr(arguments, "without", ()), device)
     if arguments.schedules:
         _servable(candidates, shapes)
-    settings: dict[str, Any] = {"subject": products.SUBJECT, "cases": tuple(shapes)}
-    settings |= {"schedules": candidates, "modes": _modes(arguments, device)}
+    settings = {"subject": products.SUBJECT, "cases": tuple(shapes), "schedules": candidates}
     if "world" in arguments:
         recipes = {one.dtype.partition("-")[2] for one in shapes if one.dtype in SCALED}
         settings |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
@@ -274,18 +276,9 @@ def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measuremen
     return kind, {
         "subject": room.SUBJECT,
         "cases": tuple(_only(arguments, shapes_of_kind)),
-        "modes": tuple(mode for mode in _modes(arguments, device) if mode != "graph"),
         "schedules": tuple(one if one == "auto" else str(Schedule.parse(one)) for one in names),
         **_played(arguments, ("experts",) if kind == "experts" else ()),
     }
-
-
-def _modes(arguments: argparse.Namespace, device: str) -> tuple[str, ...]:
-    """The modes that are timed; a replay has no graphs."""
-    from ficco.tools.bench.measure import modes_of
-
-    modes = modes_of(device, arguments.mode)
-    return tuple(mode for mode in modes if mode != "graph" or "world" not in arguments)
 
 
 def _only(arguments: argparse.Namespace, shapes: Sequence[Any]) -> list[Any]:
