@@ -101,18 +101,15 @@ class Operands:
         return torch.empty(rows, cols, dtype=kind, device=self.device)
 
     @property
-    def multiplied_PK(self) -> torch.Tensor:
-        """The left operand of this rank's product: its own A, or the gathered A."""
-        return self.a_LK if self.problem.kind.scatters else self._whole
-
-    @property
-    def multiplied_scale(self) -> torch.Tensor | None:
-        """The scale of :attr:`multiplied_PK`."""
-        return self.scales.get("scale_a") if self.problem.kind.scatters else self.whole_scale
+    def _multiplied_PK(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The left operand of this rank's product, its own A or the gathered A, and its scale."""
+        if self.problem.kind.scatters:
+            return self.a_LK, self.scales.get("scale_a")
+        return self._whole, self.whole_scale
 
     def product(self) -> torch.Tensor:
         """The product of this rank by the library."""
-        return self.multiplied(self.multiplied_PK, self.multiplied_scale)
+        return self.multiplied(*self._multiplied_PK)
 
     def multiplied(self, a: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Some rows times B, by the library."""
@@ -139,14 +136,11 @@ class Operands:
 
         B depends only on the sizes; :meth:`exact_b` sets it.
         """
-
-        def powers(factors: torch.Tensor, generator: torch.Generator) -> None:
-            factors.random_(0, 2, generator=generator).add_(1.0)
-
-        def draw(tensor: torch.Tensor, generator: torch.Generator) -> None:
-            tensor.random_(-LARGEST, LARGEST + 1, generator=generator)
-
-        self._fill(iteration, draw, powers)
+        self._fill(
+            iteration,
+            lambda tensor, generator: tensor.random_(-LARGEST, LARGEST + 1, generator=generator),
+            lambda factors, generator: factors.random_(0, 2, generator=generator).add_(1.0),
+        )
 
     def exact_b(self) -> None:
         """A sparse B of 1 and -1 whose columns take their terms from different rows."""
@@ -185,7 +179,7 @@ class Operands:
 
     def reference_product(self) -> torch.Tensor:
         """The product of this rank, computed locally."""
-        return torch.mm(self.wide(self.multiplied_PK, self.multiplied_scale), self.wide_b_KN)
+        return torch.mm(self.wide(*self._multiplied_PK), self.wide_b_KN)
 
     @property
     def _whole(self) -> torch.Tensor:
