@@ -7,11 +7,9 @@ in the product.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple
 
 import torch
 
@@ -233,17 +231,6 @@ class Operands:
             self.a_symmetric_LK.copy_(self.a_LK)
 
 
-Call = Callable[[], torch.Tensor]
-
-
-class ExactCall(NamedTuple):
-    """One call, by the name of what was called. ``wrong``: how many elements of the result are
-    wrong, on its device, which is not waited for: what ``compare`` gave."""
-
-    name: str
-    wrong: torch.Tensor
-
-
 def wrong_elements(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Number of elements that differ from ``wanted``, on the device; all elements if the shapes
     differ. Elements of float8 are compared bit by bit."""
@@ -252,34 +239,3 @@ def wrong_elements(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     if result.element_size() == 1:
         result, wanted = result.view(torch.uint8), wanted.view(torch.uint8)
     return (result != wanted).sum()
-
-
-def exact_calls(
-    calls: Mapping[str, Call],
-    operands: Operands,
-    count: int,
-    *,
-    first: int = 0,
-    compare: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    seed: int = 0,
-) -> Iterator[ExactCall]:
-    """Make all calls ``count`` times, in an order that is shuffled anew each time: the first has
-    it easiest. Every call has integers of its own, so that stale data shows.
-
-    All ranks must pass the same names, ``count``, ``first`` and ``seed``: inputs and order follow
-    from them. Nothing waits: the left operand is overwritten as soon as a call is
-    enqueued, so that data that is read too late shows, too.
-
-    Args:
-        calls: by name, calls that read ``operands``, whose B must be exact already.
-        first: number of the first inputs; each call takes the next, ``count * len(calls)`` in all.
-        compare: gives the number of wrong elements of a result; by default those that differ from
-            ``operands.reference()``.
-    """
-    order, names = random.Random(seed), list(calls)
-    shuffled = (name for _ in range(count) for name in order.sample(names, len(names)))
-    for iteration, name in enumerate(shuffled, first):
-        operands.exact(iteration)
-        result = calls[name]()
-        wrong = compare(result) if compare else wrong_elements(result, operands.reference())
-        yield ExactCall(name, wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import statistics
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import combinations, takewhile
+from itertools import chain, combinations, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from ficco.tools.bench.candidates import caller, of_problem, parse
 from ficco.tools.bench.candidates import variable as environment
 from ficco.tools.bench.cases import OPERATOR as GATHER
 from ficco.tools.bench.cases import Case
-from ficco.tools.bench.inputs import Operands, exact_calls
+from ficco.tools.bench.inputs import Operands
 from ficco.tools.bench.measure import MeasuredCalls, Stopwatch
 from ficco.tools.tune.communication import slowdowns
 from ficco.tools.tune.effort import GPU
@@ -267,15 +268,22 @@ def compared(
     operands: Operands,
     count: int,
 ) -> list[str]:
-    """Problems of calls that read the operands and are enqueued without a wait."""
-    compare = partial(wrong_rows, operands=operands)
-    outcomes = list(exact_calls(calls, operands, count, first=at.iteration, compare=compare))
-    at.iteration += len(outcomes)
+    """Problems of calls that read the operands: all calls ``count`` times, in an order that is
+    shuffled anew each time, since the first has it easiest, and the same on all ranks.
+
+    Every call has integers of its own, so that stale data shows. The left operand is overwritten as
+    soon as a call is enqueued, so that data that is read too late shows, too.
+    """
+    order, outcomes = random.Random(0), []
+    for name in chain.from_iterable(order.sample([*calls], len(calls)) for _ in range(count)):
+        operands.exact(at.iteration)
+        at.iteration += 1
+        outcomes.append((name, wrong_rows(calls[name](), operands)))
     ficco.synchronize(group)
     lines = []
-    for number, one in enumerate(outcomes, 1):
-        if any(wrong := one.wrong.tolist()):
-            line = f"{one.name}, call {number} of {len(outcomes)}: {sum(wrong)} wrong elements"
+    for number, (name, on_device) in enumerate(outcomes, 1):
+        if any(wrong := on_device.tolist()):
+            line = f"{name}, call {number} of {len(outcomes)}: {sum(wrong)} wrong elements"
             where = f", in the rows of ranks {[i for i, n in enumerate(wrong) if n]}"
             lines.append(line + where * (len(wrong) > 1))
     if len(lines) > NAMED_CALLS:
