@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -118,14 +118,17 @@ def run_bench(arguments: argparse.Namespace) -> int:
     measurement = partial(_others, kind=kind) if kind in KINDS else _products
     subject, settings_of_kind = measurement(arguments, device)
     graphs = kind not in KINDS and "world" not in arguments
+    replayed = None
     if "world" in arguments:
         subject = f"replay-{arguments.world}-{subject}"
+        replayed = _played(arguments, kind, settings_of_kind["cases"])
     settings = BenchSettings(
         **settings_of_kind,
         **cli.field_values(arguments, BenchSettings),
         modes=modes_of(device, arguments.mode, graphs),
         device=device,
         quiet=arguments.json,
+        replayed=replayed,
         csv=fresh(arguments.out, arguments.name or named(subject, device, ranks)),
         command=cli.command(),
     )
@@ -237,7 +240,6 @@ Measurement = tuple[str, dict[str, Any]]
 
 
 def _products(arguments: argparse.Namespace, device: str) -> Measurement:
-    from ficco.machine import SCALED_PRODUCTS
     from ficco.tools.bench import frames, products
     from ficco.tools.bench.candidates import choose
 
@@ -245,23 +247,22 @@ def _products(arguments: argparse.Namespace, device: str) -> Measurement:
     candidates = choose(arguments.schedules, getattr(arguments, "without", ()), device)
     if arguments.schedules:
         _servable(candidates, shapes)
-    settings = {"subject": products.SUBJECT, "cases": tuple(shapes), "schedules": candidates}
+    kind = products.SUBJECT
     if "world" in arguments:
-        recipes = {one.dtype.partition("-")[2] for one in shapes if one.dtype in SCALED}
-        settings |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
-        settings["subject"] = replace(products.SUBJECT, schema=frames.REPLAY)
-    return subject, settings
+        kind = replace(kind, schema=frames.REPLAY)
+    return subject, {"subject": kind, "cases": tuple(shapes), "schedules": candidates}
 
 
-def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[str, Any]:
-    """The rank that is replayed; ``blocks``: of products besides plain products."""
+def _played(arguments: argparse.Namespace, kind: str, shapes: Sequence[Any]) -> Replayed:
+    """The rank that is replayed, on whose GPU also products of float8 or experts are measured."""
+    from ficco.machine import SCALED_PRODUCTS
     from ficco.tools.tune.products import refitted
 
-    if "world" not in arguments:
-        return {}
-    measure = partial(refitted, more=tuple(sorted(blocks))) if arguments.products else None
+    recipes = {one.dtype.partition("-")[2] for one in shapes if one.dtype in SCALED}
+    blocks = *sorted(map(SCALED_PRODUCTS.__getitem__, recipes)), *["experts"] * (kind == "experts")
+    measure = partial(refitted, more=blocks) if arguments.products else None
     values = cli.field_values(arguments, Replayed)
-    return {"replayed": Replayed(world=arguments.world, products=measure, **values)}
+    return Replayed(world=arguments.world, products=measure, **values)
 
 
 def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measurement:
@@ -277,7 +278,6 @@ def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measuremen
         "subject": room.SUBJECT,
         "cases": tuple(_only(arguments, shapes_of_kind)),
         "schedules": tuple(one if one == "auto" else str(Schedule.parse(one)) for one in names),
-        **_played(arguments, ("experts",) if kind == "experts" else ()),
     }
 
 
