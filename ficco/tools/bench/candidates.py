@@ -491,7 +491,7 @@ def _pytorch(candidate: BenchCandidate, operands: Operands, group: ProcessGroup)
     if candidate.kind == "pytorch":
         return Runner(run)
     # The native path is chosen by a variable that is read in every call.
-    return Runner(run, context=lambda: variable(NATIVE_SWITCH, "1"))
+    return Runner(run, context=partial(environment, **{NATIVE_SWITCH: "1"}))
 
 
 def _enable_symmetric_memory(group: ProcessGroup) -> None:
@@ -580,14 +580,15 @@ def _quack(_: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner
 
 
 @contextmanager
-def variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable of the environment, and restore it afterwards."""
-    before = {name: os.environ[name]} if name in os.environ else {}
-    os.environ[name] = value
+def environment(**variables: str) -> Iterator[None]:
+    """Set variables of the environment, and restore them afterwards."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in variables:
+            del os.environ[name]
         os.environ.update(before)
 
 

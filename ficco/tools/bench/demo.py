@@ -27,7 +27,7 @@ from ficco.machine import Machine, find
 from ficco.problems.products import OPERATORS
 from ficco.schedules import NAMED, Schedule
 from ficco.tools.bench import attention, experts
-from ficco.tools.bench.candidates import BenchCandidate, caller, parse, taken, variable
+from ficco.tools.bench.candidates import BenchCandidate, caller, environment, parse, taken
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.draw import draw, trace
 from ficco.tools.bench.frames import bar, cells, show
@@ -263,7 +263,7 @@ def _over_hosts(group: ProcessGroup, device: torch.device) -> pd.DataFrame | Non
     apart = dist.new_group(list(range(group.size())))
     assert isinstance(apart, ProcessGroup)
     host = f"demo {group.rank() * HOSTS // group.size()}"
-    with variable(VARIABLE, host), closing(Stopwatch(apart, device)) as watch:
+    with environment(**{VARIABLE: host}), closing(Stopwatch(apart, device)) as watch:
         rows = [
             {"operator": f"{operator} on {HOSTS} hosts", **_table(work, 1).iloc[1]}
             for operator in OPERATORS

@@ -7,7 +7,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, combinations, takewhile
@@ -31,8 +31,7 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import NAMED, Schedule
 from ficco.tools import probe
-from ficco.tools.bench.candidates import caller, of_problem, parse
-from ficco.tools.bench.candidates import variable as environment
+from ficco.tools.bench.candidates import caller, environment, of_problem, parse
 from ficco.tools.bench.cases import OPERATOR as GATHER
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.inputs import Operands
@@ -407,9 +406,7 @@ def sizes(
     variables |= {MACHINE: "", FOLDER: str(Path(at.folder, "no machines"))}
     sizes = [nbytes for nbytes in at.settings.sizes if nbytes % (4 * cols) == 0]
     largest, problems, room = 0, [], ""
-    with ExitStack() as stack:
-        for item in variables.items():
-            stack.enter_context(environment(*item))
+    with environment(**variables):
         for nbytes in sizes:
             if not all(at.gather(_fits(at, nbytes))):
                 room = "; there is no memory for more"
@@ -629,7 +626,7 @@ def way(at: Rank, group: ProcessGroup, variable: str, choice: str, value: str) -
     # A late signal of a pulled copy delays only products of the same call.
     n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
     try:
-        with environment(variable, f"{choice}={value}"):
+        with environment(**{variable: f"{choice}={value}"}):
             calls = proven(at, group, ORDERED, (at.settings.small, count), (at.settings.large, 2))
             rate = gb_per_s(at, group, schedule, at.world - 1, n)
     except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
@@ -660,7 +657,7 @@ def batches(at: Rank, group: ProcessGroup, variable: str) -> Passed:
         at.settle()
         ficco.close(group)  # each way has an engine of its own
         at.settle()
-        with environment(variable, f"copy={value}"):
+        with environment(**{variable: f"copy={value}"}):
             proven(at, group, ORDERED, (at.settings.small, 2))
             if "for want of" in at.engine(group).capabilities().copy:
                 raise NotOffered(at.engine(group).capabilities().copy)
