@@ -173,7 +173,6 @@ def driver() -> str:
 
 
 def devices() -> list[dict[str, Any]]:
-    """GPUs and the CPU."""
     here = [{"name": cpu_name(), "cores": len(os.sched_getaffinity(0)), "kind": "cpu"}]
     for index in range(_gpus()):
         one = gpu.get_device_properties(index)
@@ -188,7 +187,6 @@ def _gpus() -> int:
 
 
 def cpu_name() -> str:
-    """The processor's model name."""
     with suppress(OSError):
         if name := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M):
             return name[1].strip()
@@ -341,7 +339,6 @@ def _auto(ranks: int | None, device: str | None) -> str:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print a report as text."""
     width = shutil.get_terminal_size((110, 24)).columns
     devices = report["devices"]
     if isinstance(devices, list):

@@ -391,7 +391,6 @@ class AttentionData(Workload):
 
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
-    """Columns of the report that describe a case."""
     shared = text["heads"] + " (" + text["kv_heads"] + "), " + text["head_size"]
     return {
         "operator": text["operator"],

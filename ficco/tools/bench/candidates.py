@@ -305,7 +305,6 @@ def unavailable(candidate: BenchCandidate, operands: Operands, hosts: int = 1) -
 
 
 def build(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
-    """The calls of a candidate on operands."""
     return BUILDERS[candidate.kind](candidate, operands, group)
 
 
@@ -326,7 +325,6 @@ def call(
     schedule: str,
     **more: Any,
 ) -> Any:
-    """Call the operator of a problem."""
     if not problem.equal and not problem.kind.returns:
         more["rows"] = problem.blocks or problem.rows
     operator = getattr(ficco, problem.operator)

@@ -226,7 +226,6 @@ COLLECTIVES: dict[str, Callable[[ExpertData], torch.Tensor]] = {
 
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
-    """Columns of the report that describe a case."""
     skewed = text["skew"].map(lambda skew: f", skew {skew}" if float(skew) else "")
     return {
         "layer": text["experts"] + " experts, top " + text["top_k"] + skewed,

@@ -378,7 +378,6 @@ class _Bench:
         return {self.subject.schema.case: case.name, "world": self.watch.world, **sizes}
 
     def case(self, case: Any, number: int) -> list[dict[str, Any]]:
-        """The rows of a case."""
         watch, settings, began = self.watch, self.settings, time.monotonic()
         left = self.deadline - began
         if watch.barrier.decide(left < self.preparing):

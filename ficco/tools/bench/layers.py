@@ -343,7 +343,6 @@ def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
 
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
-    """Columns of the report that describe a case."""
     sizes = text[["hidden", "columns", "inner"]].agg(", ".join, axis=1)
     return {"layer": text["layer"] + ": " + text["tokens"] + " tokens, " + sizes}
 

@@ -815,7 +815,6 @@ class ReplayWatch(Stopwatch):
 
     @property
     def engine(self) -> ReplayEngine:
-        """The engine of the current workspace."""
         engine = workspace_of(self.group, self.device).engine
         assert isinstance(engine, ReplayEngine)
         return engine

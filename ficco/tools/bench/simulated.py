@@ -24,7 +24,6 @@ BOUNDS = ("gemm", "computed", "collective", "copies", "ideal")
 
 
 def shape_of(case: Case, problem: Problem) -> dict[str, Any]:
-    """Columns of a shape."""
     sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
     return {"case": case.name, "label": case.label, **sizes, "dtype": problem.dtype}
 

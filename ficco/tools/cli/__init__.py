@@ -334,7 +334,6 @@ CSV: dict[str, Any] = {"type": Path, "metavar": "CSV"}
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
     with suppress(ValueError):  # imports of it are blocked
         return find_spec(package) is not None
     return False
@@ -375,7 +374,6 @@ def site(
 
 
 def add_ranks(parser: Any, ranks: str = "ranks to start (default: a GPU each, or 4)") -> None:
-    """Add ``--ranks``, ``--device`` and ``--oversubscribe``."""
     add = parser.add_argument
     add("--ranks", **NUMBER, help=ranks)
     text = "cuda is any vendor's GPU (default: cuda where torch sees one)"
@@ -442,21 +440,18 @@ def add_sizes(parser: Parser) -> None:
 
 
 def sizes(arguments: Any) -> dict[str, Any]:
-    """The sizes on the command line."""
     names = {name for askable in ASKABLE.values() for name in askable.sizes}
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def add_world(parser: Any) -> None:
-    """Add ``--world`` and ``--hosts``."""
     add = parser.add_argument
     add("--world", **NUMBER, help="number of ranks (default: the machine's on each host)")
     add("--hosts", **NUMBER, default=1, help="hosts of the ranks (default: 1)")
 
 
 def add_ranks_of_rows(parser: Parser) -> None:
-    """Add ``--world``, ``--hosts`` and ``--rows``."""
     add_world(parser)
     parser.add_argument("--rows", help=ROWS if parser.operator in OPERATORS else argparse.SUPPRESS)
 

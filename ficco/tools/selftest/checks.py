@@ -245,7 +245,6 @@ def uneven_operands(at: Rank, operator: str) -> Operands:
 
 
 def odd(shape: Shape) -> Shape:
-    """Odd sizes."""
     rows, k, n = shape
     return rows - 7, k - 3, n - 1
 

@@ -283,7 +283,6 @@ def call_of(call: Attends) -> LibraryCall:
 
 
 def rectangle_of(call: Attends) -> Rectangle:
-    """The rectangle of a call."""
     return Rectangle(0, call.queries, 0, call.keys, None, 0 if call.causal else None)
 
 
