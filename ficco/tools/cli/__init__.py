@@ -20,7 +20,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -380,26 +379,6 @@ def add_ranks(parser: Any, ranks: str = "ranks to start (default: a GPU each, or
     add("--device", choices=("cpu", "cuda"), help=text)
     text = f"start more than {launch.RANKS_PER_CORE} CPU ranks per core"
     add("--oversubscribe", **FLAG, help=text)
-
-
-def add_fields(parser: Any, settings: Any, *names: str) -> None:
-    """Add options for fields of a dataclass, which were declared as
-    :func:`ficco.tools.bench.cases.option`."""
-    declared = {one.name: one for one in fields(settings)}
-    for name in names:
-        default, how = declared[name].default, dict(declared[name].metadata)
-        if isinstance(default, bool):
-            how |= FLAG
-        elif isinstance(default, (int, float)):
-            how = {"type": type(default), **how, "help": f"{how['help']} (default: {default})"}
-        parser.add_argument(f"--{name}", default=default, **how)
-
-
-def field_values(arguments: Any, settings: Any) -> dict[str, Any]:
-    """The fields of a dataclass that :func:`add_fields` made options of."""
-    names = [one.name for one in fields(settings) if one.metadata and one.name in arguments]
-    values = {name: getattr(arguments, name) for name in names}
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
 
 def add_files(parser: Any, folder: str, subject: str) -> None:

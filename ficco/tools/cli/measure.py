@@ -23,6 +23,7 @@ from ficco.tools import cli, launch
 from ficco.tools.bench import cases
 from ficco.tools.bench.cases import OPTIONAL, BenchSettings, Case, Replayed
 from ficco.tools.cli import CSV, FAMILIES, FILE, FLAG, GATHERS, NAMES, NUMBER, STEPS
+from ficco.tools.tune.effort import STEPS as TUNED
 from ficco.tools.tune.effort import TuneSettings
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ HELP = {
     "only idle (default: all that the ranks have)",
     "without": f"baselines to leave out: {', '.join(OPTIONAL)}; the native one has been seen to "
     "hang",
+    "machine": "a name or a file that says when rows arrive (default: of this GPU)",
     "products": "first measure what products take on this GPU, in about 20 s, for auto and for "
     "what peers send",
     "out": "folder for the pictures (default: a new one in the folder for temporary files)",
@@ -93,7 +95,10 @@ def _add_measured(parser: Any) -> Any:
 
 def _add_output(parser: Any) -> Any:
     """Add the limits and the files of a bench; returns the group of files."""
-    cli.add_fields(parser, BenchSettings, "rounds", "seconds", "seed")
+    add = parser.add_argument
+    add("--rounds", type=int, default=25, help="at most so many rounds per shape (default: 25)")
+    add("--seconds", type=float, default=300, help="time for all shapes (default: 300)")
+    add("--seed", type=int, default=0, help="seed of the order and the operands (default: 0)")
     output = parser.add_argument_group("output")
     cli.add_files(output, "ficco-bench", "set")
     output.add_argument("--json", **FLAG, help="print the rows as JSON")
@@ -104,7 +109,8 @@ def add_bench(parser: Any) -> None:
     add = _add_measured(parser).add_argument
     add("--without", **NAMES, choices=OPTIONAL, default=[], help=HELP["without"])
     cli.add_ranks(parser)
-    cli.add_fields(_add_output(parser), BenchSettings, "timelines")
+    add = _add_output(parser).add_argument
+    add("--timelines", **FLAG, help="trace and draw the first shape")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -124,7 +130,10 @@ def run_bench(arguments: argparse.Namespace) -> int:
         replayed = _played(arguments, kind, settings_of_kind["cases"])
     settings = BenchSettings(
         **settings_of_kind,
-        **cli.field_values(arguments, BenchSettings),
+        rounds=arguments.rounds,
+        seconds=arguments.seconds,
+        seed=arguments.seed,
+        timelines=getattr(arguments, "timelines", False),
         modes=modes_of(device, arguments.mode, graphs),
         device=device,
         quiet=arguments.json,
@@ -156,7 +165,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def add_replay(parser: Any) -> None:
     _add_measured(parser)
     parser.add_argument("--world", **NUMBER, required=True, help="ranks of the group")
-    cli.add_fields(parser, Replayed, "rank", "machine")
+    parser.add_argument("--rank", type=int, default=0, help="be this one (default: 0)")
+    parser.add_argument("--machine", help=HELP["machine"])
     parser.add_argument("--products", **FLAG, help=HELP["products"])
     _add_output(parser)
 
@@ -261,8 +271,8 @@ def _played(arguments: argparse.Namespace, kind: str, shapes: Sequence[Any]) -> 
     recipes = {one.dtype.partition("-")[2] for one in shapes if one.dtype in SCALED}
     blocks = *sorted(map(SCALED_PRODUCTS.__getitem__, recipes)), *["experts"] * (kind == "experts")
     measure = partial(refitted, more=blocks) if arguments.products else None
-    values = cli.field_values(arguments, Replayed)
-    return Replayed(world=arguments.world, products=measure, **values)
+    where = {"world": arguments.world, "rank": arguments.rank, "machine": arguments.machine}
+    return Replayed(products=measure, **where)
 
 
 def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measurement:
@@ -389,8 +399,10 @@ NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
 
 def add_tune(parser: Any) -> None:
     measured = parser.add_argument_group("what is measured")
-    cli.add_fields(measured, TuneSettings, "quick", "only")
     add = measured.add_argument
+    add("--quick", **FLAG, help="measure for less time, and less exactly")
+    text = f"these steps: {', '.join(TUNED)}"
+    add("--only", nargs="+", metavar="STEP", choices=TUNED, help=text)
     add("--operator", **NAMES, choices=OPERATORS, help=HELP["tuned operator"])
     add("--shapes", **CSV, help=HELP["tuned shapes"])
     add("--from-log", **FILE, help=HELP["from-log"])
@@ -398,7 +410,7 @@ def add_tune(parser: Any) -> None:
     add("--tolerance", type=float, help=HELP["tolerance"])
     how = parser.add_argument_group("how")
     cli.add_ranks(how)
-    cli.add_fields(how, TuneSettings, "fresh")
+    how.add_argument("--fresh", **FLAG, help="begin anew instead of continuing an interrupted run")
     how.add_argument("--out", **FILE, help="the machine's file (default: the user's own)")
 
 
@@ -419,7 +431,9 @@ def run_tune(arguments: argparse.Namespace) -> int:
     settings = TuneSettings(
         path=path.absolute(),
         device=device,
-        **cli.field_values(arguments, TuneSettings),
+        quick=arguments.quick,
+        only=tuple(arguments.only or ()),
+        fresh=arguments.fresh,
         operators=tuple(arguments.operator or ()),
         problems=tuple(_problems(arguments, ranks, device)),
         command=cli.command(),

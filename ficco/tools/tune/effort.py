@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ficco.problems.products import OPERATORS, Problem
-from ficco.tools.bench.cases import option
 
 KIB, MIB = 1 << 10, 1 << 20
 Sizes = tuple[int, ...]
@@ -291,22 +290,22 @@ class TuneSettings:
     Attributes:
         path: the machine's file.
         device: ``"cpu"`` or ``"cuda"``.
+        quick: measure for less time, and less exactly.
         only: names of steps; empty for all.
         operators: whose collectives are measured; empty for all. The all-gather always is, since
             collectives that were not measured are derived from it.
         problems: problems whose candidates are all measured.
+        fresh: begin anew instead of continuing an interrupted run.
         command: the command line, for the provenance of the figures.
     """
 
     path: Path
     device: str
-    quick: bool = option("measure for less time, and less exactly", False)
-    only: tuple[str, ...] = option(
-        f"these steps: {', '.join(STEPS)}", (), nargs="+", metavar="STEP", choices=STEPS
-    )
+    quick: bool = False
+    only: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
-    fresh: bool = option("begin anew instead of continuing an interrupted run", False)
+    fresh: bool = False
     command: str = ""
 
     @property
