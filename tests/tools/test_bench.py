@@ -285,7 +285,7 @@ def _references(at: ranks.Rank, kind: str) -> list[str]:
                 runner.run()
                 operands.exact(turn)
                 result = (runner.proof or runner.run)()
-            if wrong_elements(result, table.expected(runner, operands)):
+            if wrong_elements(result, runner.expected(operands)):
                 wrong.append(f"{operator}: {call.name}")
         if not operands.problem.kind.sums:
             continue

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,9 @@ def parse(name: str) -> BenchCandidate:
     name = "@".join([schedule, *marks])
     return BenchCandidate(name, "ficco", schedule, "symmetric" in marks, stages)
 
+
+#: Expected of calls that only communicate: the left operand of the whole product.
+WHOLE = attrgetter("whole_OK")
 
 #: The schedule whose copies are timed by themselves.
 COPIED_BY = "shard-overlap"
@@ -308,15 +312,6 @@ def build(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) ->
     return BUILDERS[candidate.kind](candidate, operands, group)
 
 
-def expected(runner: Runner, operands: Operands) -> torch.Tensor:
-    """Expected result of a runner, computed locally."""
-    if runner.expected == "whole":
-        return operands.whole_OK
-    if runner.expected == "product":
-        return operands.reference_product()
-    return operands.reference()
-
-
 def call(
     problem: Problem,
     a: torch.Tensor,
@@ -382,7 +377,7 @@ def _collective(candidate: BenchCandidate, operands: Operands, group: ProcessGro
     move = exchange(operands, group)
     kind = operands.problem.kind
     if not kind.scatters:
-        return Runner(lambda: move(operands.a_LK), "whole")
+        return Runner(lambda: move(operands.a_LK), WHOLE)
     problem = operands.problem
     product = operands.empty(problem.product_rows(operands.rank), problem.n, problem.out_dtype)
     product.normal_()
@@ -418,7 +413,7 @@ def _copies(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) 
 
     if problem.operator == "all_gather_matmul":
         gathered = partial(call, *moved[0], group, schedule, return_gathered=True, **scales)
-        return Runner(run, "whole", proof=lambda: gathered()[1])
+        return Runner(run, WHOLE, proof=lambda: gathered()[1])
     # The proof makes the same copies with products, which show whether rows arrive.
     return Runner(run, proof=caller(operands, group, schedule))
 
@@ -612,7 +607,7 @@ def step_bytes(plan: Plan) -> int:
 
 
 BUILDERS: dict[str, Callable[[BenchCandidate, Operands, Any], Runner]] = {
-    "gemm": lambda _, operands, __: Runner(operands.product, "product"),
+    "gemm": lambda _, operands, __: Runner(operands.product, Operands.reference_product),
     "collective": _collective,
     "copies": _copies,
     "serial-collective": _serial_collective,
@@ -621,7 +616,7 @@ BUILDERS: dict[str, Callable[[BenchCandidate, Operands, Any], Runner]] = {
     "pytorch-native": _pytorch,
     "quack": _quack,
     "product-by": lambda _, operands, __: Runner(
-        operands.product, "product", context=baselines.preferred
+        operands.product, Operands.reference_product, context=baselines.preferred
     ),
     "copy-engines": _copy_engines,
     **dict.fromkeys(SHOTS, _shot),

@@ -84,14 +84,13 @@ class Runner:
 
     Attributes:
         run: one call; returns its result.
-        expected: reference of the result: ``"result"``, the operator's result; ``"whole"``, the
-            left operand of the whole product; ``"product"``, the product of this rank.
+        expected: the right result for operands, by default that of the operator.
         proof: the call whose result is compared, where that is not the timed one.
         context: entered around calls, outside of the timed part.
     """
 
     run: Call
-    expected: str = "result"
+    expected: Callable[[Operands], torch.Tensor] = Operands.reference
     proof: Call | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 

@@ -19,9 +19,9 @@ from ficco.problems.products import Problem
 from ficco.runtime.workspace import SLOTS, workspace_of
 from ficco.tools.bench.candidates import (
     REPLAYED,
+    WHOLE,
     BenchCandidate,
     build,
-    expected,
     moved_bytes,
     named_again,
     of_problem,
@@ -104,7 +104,7 @@ class ProductWork(Workload):
         if graph:
             self._capture(checked, tick)
         if copies := self.watch.arrivals(self.problem):
-            checked.append(Checked(copies, Runner(torch.Tensor, "whole")))
+            checked.append(Checked(copies, Runner(torch.Tensor, WHOLE)))
         return checked
 
     def free_bytes(self) -> int:
@@ -195,13 +195,13 @@ class ProductWork(Workload):
     def _prove(self, runner: Runner, call: Callable[[], torch.Tensor]) -> tuple[bool, int]:
         """Whether calls with inputs never used before are right, and the last one's peak memory."""
         proof, right = call, True
-        if runner.expected == "result":
+        if runner.expected is Operands.reference:
             proof = self.watch.proof(call, self.operands)
         for _ in range(CHECKS):
             self.operands.exact(self._iteration)
             self._iteration += 1
             result, peak = peak_bytes(proof, self.device)
-            right &= not wrong_elements(result, expected(runner, self.operands)).item()
+            right &= not wrong_elements(result, runner.expected(self.operands)).item()
         return right, peak if proof is call else peak_bytes(runner.run, self.device)[1]
 
     # Rows.
@@ -213,7 +213,7 @@ class ProductWork(Workload):
         error = accuracy(self.operands, self.group)
         for one in checked:
             runner = one.runner
-            if runner is not None and runner.proof is None and runner.expected == "result":
+            if runner and runner.proof is None and runner.expected is Operands.reference:
                 with runner.context():
                     mine = error(runner.run())
                 one.columns["error"] = max(self.watch.gather(mine))
