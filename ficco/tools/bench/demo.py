@@ -7,6 +7,7 @@ import re
 import tempfile
 import textwrap
 from contextlib import closing
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -91,12 +92,8 @@ def demo(device_name: str, out: Path | None) -> int:
         print(f"{problem} on {device.type}", flush=True)
     console = Console(stderr=True, quiet=not first)
     others = len(OPERATORS) - 1 + len(OTHERS)
-    done, total = count(1), len(work.offered) + ROUNDS + others * (2 + ROUNDS)
-    with bar(console, "demo", total) as show_step:
-
-        def tick(action: str) -> None:
-            show_step(next(done), action)
-
+    total = len(work.offered) + ROUNDS + others * (2 + ROUNDS)
+    with bar(console, "demo", total, partial(next, count())) as tick:
         results = _table(work, ROUNDS, tick)
         by_operator = [_row(OPERATOR, decision, results)]
         for operator in OPERATORS:

@@ -370,12 +370,12 @@ def show_meanings(names: Iterable[str]) -> None:
 
 @contextmanager
 def bar(
-    console: Console, title: str, total: float, done: float = 0.0
-) -> Iterator[Callable[[float, str], None]]:
-    """Show the progress towards ``total``, from ``done``.
+    console: Console, title: str, total: float, done: Callable[[], float]
+) -> Iterator[Callable[[str], None]]:
+    """Show the progress towards ``total``, which ``done`` tells.
 
     Yields:
-        a function that takes the progress, and the current action in words.
+        a function that takes the current action in words.
     """
     if not console.is_terminal:
         console.print(f"{title} ...", markup=False, highlight=False, soft_wrap=True)
@@ -385,5 +385,5 @@ def bar(
     columns = title_column, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), action
     how: Any = {"transient": True, "disable": not console.is_terminal}
     with Progress(*columns, console=console, **how) as shown:
-        task = shown.add_task("", total=total, completed=done, title=title)
-        yield lambda now, action: shown.update(task, completed=now, description=action)
+        task = shown.add_task("", total=total, completed=done(), title=title)
+        yield lambda action: shown.update(task, completed=done(), description=action)

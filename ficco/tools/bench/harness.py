@@ -405,12 +405,7 @@ class _Bench:
         name = f"{getattr(work.case, 'operator', '')} {work.case.name}".strip()
         title = f"[{number + 1}/{len(settings.cases)}] {name}"
         steps = len(work.offered) * (1 + graph) + settings.rounds
-        with frames.bar(self.console, title, steps) as progress:
-            done_steps = count(1)
-
-            def tick(action: str) -> None:
-                progress(next(done_steps), action)
-
+        with frames.bar(self.console, title, steps, partial(next, count())) as tick:
             checked = work.checked(graph, tick)
             work.fill(settings.seed)
             timed = [one for one in checked if one.runner is not None]
