@@ -95,7 +95,7 @@ class ExpertData(Workload):
         self.fill(0)
 
     @property
-    def problem(self) -> AnyProblem:  # type: ignore[override]
+    def problem(self) -> AnyProblem:
         sizes = {"experts": self.case.experts, "capacity": self.capacity, "k": self.case.k}
         sizes |= {"h": self.case.inner, "n": self.case.k}
         return problem_of("experts", self.group.size(), self.case.dtype, sizes)
@@ -148,7 +148,7 @@ class ExpertData(Workload):
 def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> Any:
     """Grouped products of rows with the matrices of their experts. ``ends``: end row of each
     expert."""
-    grouped: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
     return grouped(rows, weights, offs=ends)
 
 
@@ -156,7 +156,7 @@ def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:
     """Exchange and multiply in turn, with blocks of a fixed capacity; without ``travels``, skip
     both exchanges."""
     world, each = data.group.size(), data.up.shape[0]
-    how: Any = {"capacity": data.capacity, "group": data.group}
+    how = {"capacity": data.capacity, "group": data.group}
     slots = ficco.route(data.indices, data.case.experts, **how).slots()
     rows = data.case.experts * data.capacity
     sent = spread_rows(data.tokens, slots, rows)
@@ -214,7 +214,7 @@ def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tens
     """Call ficco with blocks of a fixed capacity, or with exact row counts: the host then waits
     for the counts."""
     operands = data.tokens, data.indices, data.weights, data.up, data.down
-    how: Any = {"activation": data.activation, "group": data.group, "schedule": schedule}
+    how = {"activation": data.activation, "group": data.group, "schedule": schedule}
     return ficco.experts(*operands, capacity=None if exact else data.capacity, **how)
 
 
