@@ -104,9 +104,8 @@ def attended(heads: Heads, rectangles: Sequence[Rectangle], scale: float) -> lis
 def gather(problem: AttentionProblem, operands: AttentionOperands, group: ProcessGroup) -> Any:
     """Keys and values of all ranks, as their shards follow each other: [S, 2, batch, heads,
     size]."""
-    mine = operands.kv if operands.kv is not None else operands.joined().kv
-    whole = mine.new_empty(problem.length, *mine.shape[1:])
-    all_gather(whole, mine, group=group)
+    whole = operands.kv.new_empty(problem.length, *operands.kv.shape[1:])
+    all_gather(whole, operands.kv, group=group)
     return whole
 
 

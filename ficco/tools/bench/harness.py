@@ -235,7 +235,7 @@ class Workload:
     def annotate(self, checked: Sequence[Checked]) -> None:
         """Add the columns that need calls with random data. Collective."""
         for one in checked:
-            if one.runner is not None and one.schedule:
+            if one.schedule:
                 if one.schedule == "auto":
                     known = workspace_of(self.group, self.device).known(None)
                     mode = "queued" if self.watch.on_gpu else "idle"

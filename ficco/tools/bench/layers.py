@@ -279,8 +279,7 @@ class LayerData(Workload):
     def results(self, forward: Forward) -> Tensors:
         """A step's result and gradients."""
         result = self.run(forward)
-        grads = [tensor.grad for tensor in self.operands]
-        return result.detach(), *(grad for grad in grads if grad is not None)
+        return result.detach(), *(tensor.grad for tensor in self.operands)
 
     def forward_of(self, variant: Any) -> Any:
         """The forward pass of a way."""

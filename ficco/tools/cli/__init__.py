@@ -33,6 +33,7 @@ from ficco.problems.scaling import CAST_KINDS
 from ficco.problems.sizes import ASKABLE, Size, problem_of
 from ficco.tools import launch
 from ficco.tools.bench.cases import DTYPES, SETS, Case, read
+from ficco.tools.bench.cases import OPERATOR as GATHERS
 from ficco.tools.launch import RankFailed, check_load
 from ficco.version import version
 
@@ -52,9 +53,6 @@ READER_LEFT = 141
 
 #: Advice after an interruption, for commands that save their steps.
 CONTINUES = {"tune": "; the same command continues after the steps that are saved"}
-
-#: The operator that is asked about unless another is named.
-GATHERS = "all_gather_matmul"
 
 
 class Command(NamedTuple):
