@@ -410,7 +410,7 @@ def slowest(by_rank: Sequence[Sequence[float]]) -> Times:
 class Stopwatch:
     """The ranks of a group, which time together.
 
-    ``timeout_s``: seconds that a rank waits for its peers, ``PEERS_S`` if it is None.
+    ``timeout_s``: seconds that a rank waits for its peers.
 
     Attributes:
         mode: the mode for times of a device: queued on GPUs, idle on CPUs.
@@ -427,16 +427,15 @@ class Stopwatch:
         self,
         group: ProcessGroup,
         device: torch.device,
-        timeout_s: float | None = None,
+        timeout_s: float = PEERS_S,
         hosts: Hosts | None = None,
     ) -> None:
-        patience = PEERS_S if timeout_s is None else timeout_s
         self.group, self.device = group, device
-        self.hosts = hosts or hosts_of(group, min(patience, MEET_S), "measurement")
+        self.hosts = hosts or hosts_of(group, min(timeout_s, MEET_S), "measurement")
         self.rank, self.world = group.rank(), group.size()
         self.on_gpu = device.type == "cuda"
         self.mode = "queued" if self.on_gpu else "idle"
-        self.barrier = Barrier(group, patience, self.hosts)
+        self.barrier = Barrier(group, timeout_s, self.hosts)
         self.clock = (DeviceClock if self.on_gpu else HostClock)(group, self.barrier)
 
     def time(
