@@ -8,7 +8,7 @@ counts. No token is dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ class ExpertCase:
         inner: columns between the products, without the gate.
         skew: tokens choose the expert that is the i-th most popular, from 1, with a weight of
             1 / i**skew. Ranks have popular experts by turns.
+        capacity: rows of each rank for each expert, once the first tokens are routed.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ExpertCase:
     top_k: int = 2
     dtype: str = "bfloat16"
     skew: float = 0.0
+    capacity: int = 0
 
 
 #: As many narrow experts as DeepSeek-V2-Lite has, Mixtral's, and many wide ones, with fewer tokens
@@ -93,16 +95,13 @@ class ExpertData(Workload):
         )
         self.activation, self.capacity = "silu", 0
         self.fill(0)
+        self.case = replace(case, capacity=self.capacity)
 
     @property
     def problem(self) -> AnyProblem:
         sizes = {"experts": self.case.experts, "capacity": self.capacity, "k": self.case.k}
         sizes |= {"h": self.case.inner, "n": self.case.k}
         return problem_of("experts", self.group.size(), self.case.dtype, sizes)
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        return {"capacity": self.capacity}
 
     @torch.no_grad()
     def fill(self, seed: int, exact: bool = False) -> None:

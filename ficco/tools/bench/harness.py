@@ -146,11 +146,6 @@ class Workload:
 
     # Overridden by each kind of workload.
 
-    @property
-    def shape(self) -> dict[str, Any]:
-        """Columns of the case that its attributes do not have."""
-        return {}
-
     def variants(self) -> dict[str, Variant]:
         """All variants, by name."""
         raise NotImplementedError
@@ -387,7 +382,7 @@ class _Bench:
             work = self.subject.work(case, watch, settings.schedules)
         except ValueError as error:
             return [{**self._shape(case), "status": "skipped", "note": str(error)}]
-        shape = {**self._shape(work.case), **work.shape}
+        shape = self._shape(work.case)
         share = left / (len(settings.cases) - number)
         try:
             return self._timed(work, shape, began, share, number)
