@@ -173,7 +173,6 @@ def driver() -> str:
 
 
 def devices() -> list[dict[str, Any]]:
-    """GPUs and the CPU."""
     here = [{"name": cpu_name(), "cores": len(os.sched_getaffinity(0)), "kind": "cpu"}]
     for index in range(_gpus()):
         one = gpu.get_device_properties(index)
@@ -188,7 +187,6 @@ def _gpus() -> int:
 
 
 def cpu_name() -> str:
-    """The processor's model name."""
     with suppress(OSError):
         if name := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M):
             return name[1].strip()
@@ -205,7 +203,7 @@ def links() -> dict[str, Any]:
     tool = ["nvidia-smi", "topo", "-m"]
     if torch.version.hip:
         tool = ["amd-smi", "topology"] if shutil.which("amd-smi") else ["rocm-smi", "--showtopo"]
-    how: Any = {"text": True, "stderr": subprocess.DEVNULL, "timeout": TOOL_S}
+    how = {"text": True, "stderr": subprocess.DEVNULL, "timeout": TOOL_S}
     said = _tried(partial(subprocess.check_output, tool, **how))
     return {"peer access": access, "topology": said.strip()}
 
@@ -282,7 +280,7 @@ def _own_group(device: torch.device) -> Iterator[None]:
         yield
         return
     on_gpu = device.type == "cuda"
-    options: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     options["device_id"] = device if on_gpu else None
     dist.init_process_group("nccl" if on_gpu else "gloo", **options)
     try:
@@ -333,7 +331,6 @@ def _auto(ranks: int | None, device: str | None) -> str:
     whose = f"for {ranks} rank{'s' * (ranks > 1)} on {here.accelerator}"
     if decision.source == "fallback" or ranks == 1:
         return f"{whose}: {decision.schedule}, since {decision.reason}"
-    assert place.machine is not None  # else the source is the fallback
     return (
         f"{whose}: by the figures of {place.machine.name} ({place.machine.source}); `ficco "
         "explain` says what it takes for a problem and why"
@@ -341,7 +338,6 @@ def _auto(ranks: int | None, device: str | None) -> str:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print a report as text."""
     width = shutil.get_terminal_size((110, 24)).columns
     devices = report["devices"]
     if isinstance(devices, list):

@@ -103,26 +103,18 @@ _PATIENCE_S = 5.0
 def attribute(engine: str, name: str, device: torch.device, rank: int) -> int:
     """An attribute of this rank's device."""
     index = torch.cuda.current_device() if engine == "cuda" else _device(device, rank)
-    return int(_binding(engine).attribute(name, index))
+    # Only the module of this machine's vendor can be imported.
+    binding = import_module(f"ficco.dma.{'cuda_driver' if engine == 'cuda' else 'hip_api'}")
+    return int(binding.attribute(name, index))
 
 
 def attributes(device: torch.device) -> dict[str, int]:
     """Attributes of a GPU for a report; none of a CPU."""
     if device.type == "cpu":
         return {}
-    index = torch.cuda.current_device() if device.index is None else device.index
     vendor = "hip" if torch.version.hip else "cuda"
-    binding = _binding(vendor)
-    if vendor == "hip":
-        binding.start()
-    return {
-        name: binding.attribute(name, index) for name in (*ATTRIBUTES[vendor], *REPORTED[vendor])
-    }
-
-
-def _binding(engine: str) -> Any:
-    """A vendor's module that reads attributes: only those of this machine can be imported."""
-    return import_module(f"ficco.dma.{'cuda_driver' if engine == 'cuda' else 'hip_api'}")
+    names = *ATTRIBUTES[vendor], *REPORTED[vendor]
+    return {name: attribute(vendor, name, device, device.index or 0) for name in names}
 
 
 def own_kernels(device: torch.device) -> tuple[Kernels, Any]:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from ficco.errors import InvalidArgument
 from ficco.plan import Applied, Attendings, LibraryMove, Plan, Product, Products, Reduction
-from ficco.plan.model import OPS, Region, Signal, Step, Transfer, unknown
+from ficco.plan.model import Region, Signal, Step, Transfer
 from ficco.plan.network import networked
 from ficco.plan.parts import in_parts, together
 
@@ -91,21 +91,14 @@ class Atom(NamedTuple):
 def promela(plans: Sequence[Plan]) -> str:
     """The model of the Plans of all ranks: two calls after each other, one with ``-DCALLS=1``.
 
+    :func:`ficco.plan.check` has found that steps name steps and buffers that are there.
+
     Raises:
         InvalidArgument: the Plans are too large for SPIN.
-        ValueError: they name a step or a buffer that is not there, or ranks of different hosts send
-            other pieces than their peers receive.
-        NotImplementedError: the operation of a step is not known.
+        ValueError: ranks of different hosts send other pieces than their peers receive.
     """
-    for plan in plans:
-        for step in plan.steps:
-            if step.op not in OPS:
-                raise unknown(step, "promela")
-    try:
-        plans = networked([in_parts(plan, concurrent=True) for plan in plans])
-        return "\n".join(_Model(plans).lines()) + "\n"
-    except (KeyError, IndexError) as error:
-        raise ValueError(f"a step names a step or a buffer that is not there: {error}") from None
+    plans = networked([in_parts(plan, concurrent=True) for plan in plans])
+    return "\n".join(_Model(plans).lines()) + "\n"
 
 
 def _uses(step: Step) -> Iterator[tuple[str, Region]]:

@@ -39,7 +39,7 @@ from ficco.tools.bench.candidates import COMPARED, choose, of_problem, parse
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.frames import BENCH, LAYERS
 from ficco.tools.bench.harness import BenchSettings, Checked, bench, timelines_of
-from ficco.tools.bench.inputs import LARGEST, Operands, exact_calls, wrong_elements
+from ficco.tools.bench.inputs import LARGEST, Operands, wrong_elements
 from ficco.tools.bench.measure import Barrier, Item, Runner, Stopwatch, rounds, slowest
 from ficco.tools.bench.products import SUBJECT, ProductWork, accuracy
 from ficco.tools.cli import measure as command
@@ -201,8 +201,9 @@ def test_cpus_have_several_compute_lanes_and_modes_only_if_asked() -> None:
     assert [name for name in names if "compute" in name] == ["growing:compute=2"]
     assert measure.modes_of("cpu", None) == ("idle",)
     assert measure.modes_of("cuda", "idle,queued") == ("idle", "queued")
-    with pytest.raises(ValueError, match="queued"):
-        measure.modes_of("cpu", "queued")
+    for device, mode in (("cpu", "queued"), ("cuda", "graph")):
+        with pytest.raises(ValueError, match=f"on {device}, got '{mode}'"):
+            measure.modes_of(device, mode, graphs=False)
 
 
 def test_marks_of_schedules_and_names_of_one_plan() -> None:
@@ -285,7 +286,7 @@ def _references(at: ranks.Rank, kind: str) -> list[str]:
                 runner.run()
                 operands.exact(turn)
                 result = (runner.proof or runner.run)()
-            if wrong_elements(result, table.expected(runner, operands)):
+            if wrong_elements(result, runner.expected(operands)):
                 wrong.append(f"{operator}: {call.name}")
         if not operands.problem.kind.sums:
             continue
@@ -436,39 +437,6 @@ def test_ranks_meet_between_hosts_during_collectives_of_their_group() -> None:
 
 
 # Exact calls.
-
-
-def test_exact_calls_have_one_order_on_all_ranks_and_new_inputs() -> None:
-    operands = Operands(_problem(OPERATOR, world=1), 0, torch.device("cpu"))
-    operands.exact_b()
-    inputs: list[torch.Tensor] = []
-
-    def right() -> torch.Tensor:
-        inputs.append(operands.a_LK.clone())
-        return operands.reference()
-
-    def one_off() -> torch.Tensor:
-        result = right()
-        result[0, 0] += 1
-        return result
-
-    stale = operands.reference()
-    calls = {"right": right, "off": one_off, "stale": lambda: stale, "short": lambda: stale[1:]}
-    first, second = (list(exact_calls(calls, operands, 20, seed=3)) for _ in range(2))
-    order = [outcome.name for outcome in first]
-    assert order == [outcome.name for outcome in second]
-    rounds_of = [order[i : i + 4] for i in range(0, 80, 4)]
-    assert all(sorted(turn) == sorted(calls) for turn in rounds_of)
-    assert len({turn[0] for turn in rounds_of}) == 4
-    assert len({a.numpy().tobytes() for a in inputs}) == len(inputs) // 2 == 40
-    wrong = {name: [int(call.wrong) for call in first if call.name == name] for name in calls}
-    assert set(wrong["right"]) == {0} and set(wrong["off"]) == {1}
-    assert min(wrong["stale"]) > 100 and min(wrong["short"]) == stale.numel()
-    measure = {"first": 7, "measure": lambda call: (call(), 0.5)}
-    (later,) = exact_calls({"stale": lambda: stale}, operands, 1, **measure)
-    operands.exact(7)
-    assert int(later.wrong) == int((operands.reference() != stale).sum())
-    assert later.figure == 0.5
 
 
 #: Double of the stopwatch, for a group of one rank.
@@ -783,14 +751,14 @@ def test_shapes_of_the_command_line() -> None:
 
 def _timelines(at: ranks.Rank) -> list[list[Timeline]]:
     group: Any = torch.distributed.group.WORLD
-    timelines = []
+    watch, timelines = Stopwatch(group, at.device), []
     for dtype in ("fp8-row", "fp8-block"):
         problem = problem_of_sizes(OPERATOR, 64, 32, 128, dtype, at.world)
         operands = Operands(problem, at.rank, at.device)
         operands.exact(0)
         operands.exact_b()
         calls = {name: table.caller(operands, group, name) for name in ("serial", "growing")}
-        timelines.append(timelines_of(calls, group, at.device))
+        timelines.append(timelines_of(calls, watch))
     return timelines
 
 

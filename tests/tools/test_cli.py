@@ -437,19 +437,18 @@ def test_attention_and_experts_are_planned_simulated_and_explained(
 
 
 def test_cases_of_a_bench_of_attention_and_experts() -> None:
-    def settings(*words: str) -> dict[str, Any]:
+    def settings(*words: str) -> tuple[Any, dict[str, Any]]:
         arguments = cli._parser().parse_args(words)
-        return commands._others(arguments, "cuda", commands.kind_of(arguments))[1]
+        return arguments, commands._others(arguments, "cuda", commands.kind_of(arguments))[1]
 
-    attention = settings("bench", "--operator", "attention", "--only", "64k")
+    _, attention = settings("bench", "--operator", "attention", "--only", "64k")
     operators = [case.operator for case in attention["cases"]]
     assert operators == ["all_gather_attention", "ulysses_attention"]
-    assert attention["modes"] == ("queued", "idle") and "replayed" not in attention
     played = "--world 8 --rank 3 --machine h200-4 --schedules growing auto --operator experts"
-    replay = settings("replay", *played.split())
+    arguments, replay = settings("replay", *played.split())
     assert len(replay["cases"]) == 7 and replay["subject"] is experts.SUBJECT
     assert replay["schedules"] == ("growing", "auto")
-    replayed = replay["replayed"]
+    replayed = commands._played(arguments, "experts", replay["cases"])
     assert (replayed.world, replayed.rank, replayed.machine) == (8, 3, "h200-4")
 
 

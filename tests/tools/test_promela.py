@@ -224,11 +224,3 @@ def test_the_command_writes_a_model_for_spin(tmp_path: Path, ran: Any) -> None:
     model = promela(build("growing", two(PROBLEM)))
     assert ran(plan, "-").out == model
     assert "checked for all 2 ranks" in ran(plan, path).out and path.read_text() == model
-
-
-def test_plans_that_spin_cannot_run_are_refused() -> None:
-    plans = build("growing", two(PROBLEM))
-    with pytest.raises(NotImplementedError, match="promela does not know the operation 'object'"):
-        promela(edited(plans, 0, change(is_copy, work=object())))
-    with pytest.raises(ValueError, match="names a step or a buffer that is not there: .*99"):
-        promela(edited(plans, 0, change(retires, after=(99,))))

@@ -961,7 +961,29 @@ def _without_library(at: ranks.Rank, kfd: str, wheel: str) -> str:
     return _unreachable(at, kfd)
 
 
-# Rates of links.
+# Calls, and rates of links.
+
+
+def test_calls_are_shuffled_and_stale_data_shows() -> None:
+    at, recorded = Rank(0, 1, torch.device("cpu"), FAST, None), []
+    operands = selftest.checks.sized(at, FAST.small)
+    stale = operands.reference().clone()
+
+    def call(name: str, wrong: int) -> torch.Tensor:
+        recorded.append((name, operands.a_LK.clone()))
+        result = stale if name == "stale" else operands.reference()
+        result.view(-1)[:wrong] += 1
+        return result
+
+    calls = {"right": partial(call, "right", 0), "off": partial(call, "off", 2)}
+    lines = selftest.checks.compared(at, None, calls, operands, 20)
+    rounds = [{name for name, _ in recorded[i : i + 2]} for i in range(0, 40, 2)]
+    assert rounds == [{"right", "off"}] * 20 and len({recorded[i][0] for i in range(0, 40, 2)}) == 2
+    assert len({a.numpy().tobytes() for _, a in recorded}) == at.iteration == 40
+    assert len(lines) == 5 and lines[-1] == "so were 16 more of 40 calls"
+    assert all(re.fullmatch(r"off, call \d+ of 40: 2 wrong elements", line) for line in lines[:4])
+    (line,) = selftest.checks.compared(at, None, {"s": partial(call, "stale", 0)}, operands, 1)
+    assert int(line.split()[-3]) > 100
 
 
 def test_a_slow_pair_is_chance_on_cpus() -> None:

@@ -574,8 +574,6 @@ def test_the_errors_of_a_model_on_its_own_times_are_none() -> None:
 
 
 def test_a_fit_of_nonsense_is_refused() -> None:
-    with pytest.raises(ValueError, match="required at least one measured product"):
-        fit([])
-    for invalid in (dict(m=0), *(dict(seconds=float(s)) for s in ("0", "nan", "inf"))):
-        with pytest.raises(ValueError, match="required sizes and seconds above 0"):
-            fit([replace(Sample(1, 1, 1, 1, 2, False, 1.0), **invalid)])
+    for seconds in (0.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="required seconds above 0"):
+            fit([Sample(1, 1, 1, 1, 2, False, seconds)])

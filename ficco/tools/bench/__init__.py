@@ -4,7 +4,7 @@
 module      subject
 ==========  ======================================================================
 cases       shapes, in sets; settings of a bench
-inputs      operands with one right product, calls compared exactly in shuffled order
+inputs      operands with one right product, and random ones; wrong elements of a result
 candidates  candidates of a bench of products, and how each is called
 measure     rounds, modes, clocks; calls timed exclusively or during other calls
 harness     the one bench: workloads, variants, proofs, rounds, rows, timed calls

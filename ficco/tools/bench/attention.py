@@ -104,10 +104,8 @@ def attended(heads: Heads, rectangles: Sequence[Rectangle], scale: float) -> lis
 def gather(problem: AttentionProblem, operands: AttentionOperands, group: ProcessGroup) -> Any:
     """Keys and values of all ranks, as their shards follow each other: [S, 2, batch, heads,
     size]."""
-    mine = operands.kv if operands.kv is not None else operands.joined().kv
-    assert mine is not None
-    whole = mine.new_empty(problem.length, *mine.shape[1:])
-    all_gather(whole, mine, group=group)
+    whole = operands.kv.new_empty(problem.length, *operands.kv.shape[1:])
+    all_gather(whole, operands.kv, group=group)
     return whole
 
 
@@ -305,7 +303,7 @@ class AttentionData(Workload):
             return gather_then_attend(base, self.operands, group, self.scale, self._merge())
 
         def by_pytorch() -> Any:
-            how: Any = {"is_causal": base.causal, "scale": self.scale}
+            how = {"is_causal": base.causal, "scale": self.scale}
             how["enable_gqa"] = base.heads != base.kv_heads
             return F.scaled_dot_product_attention(*self.operands[:3], **how)
 
@@ -371,10 +369,10 @@ class AttentionData(Workload):
         return lambda: attended(Heads(q, kv[0], kv[1]), rectangles, base.size**-0.5)
 
     def _by_ficco(self, schedule: str) -> Any:
-        how: Any = {"causal": self.case.causal, "scale": self.scale, "schedule": schedule}
+        how = {"causal": self.case.causal, "scale": self.scale, "schedule": schedule}
         if self.case.operator == GATHERS:
             how["placement"] = self.case.placement
-        operator: Any = getattr(ficco, self.case.operator)
+        operator = getattr(ficco, self.case.operator)
         return operator(*self.operands[:3], group=self.watch.group, **how)
 
     def others(self, call: Callable[[], Any]) -> float:
@@ -391,7 +389,6 @@ class AttentionData(Workload):
 
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
-    """Columns of the report that describe a case."""
     shared = text["heads"] + " (" + text["kv_heads"] + "), " + text["head_size"]
     return {
         "operator": text["operator"],

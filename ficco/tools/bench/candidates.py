@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,9 @@ def parse(name: str) -> BenchCandidate:
     name = "@".join([schedule, *marks])
     return BenchCandidate(name, "ficco", schedule, "symmetric" in marks, stages)
 
+
+#: Expected of calls that only communicate: the left operand of the whole product.
+WHOLE = attrgetter("whole_OK")
 
 #: The schedule whose copies are timed by themselves.
 COPIED_BY = "shard-overlap"
@@ -305,17 +309,7 @@ def unavailable(candidate: BenchCandidate, operands: Operands, hosts: int = 1) -
 
 
 def build(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
-    """The calls of a candidate on operands."""
     return BUILDERS[candidate.kind](candidate, operands, group)
-
-
-def expected(runner: Runner, operands: Operands) -> torch.Tensor:
-    """Expected result of a runner, computed locally."""
-    if runner.expected == "whole":
-        return operands.whole_OK
-    if runner.expected == "product":
-        return operands.reference_product()
-    return operands.reference()
 
 
 def call(
@@ -326,17 +320,20 @@ def call(
     schedule: str,
     **more: Any,
 ) -> Any:
-    """Call the operator of a problem."""
     if not problem.equal and not problem.kind.returns:
         more["rows"] = problem.blocks or problem.rows
     operator = getattr(ficco, problem.operator)
     return operator(a, b, group=group, schedule=schedule, **more)
 
 
-def caller(operands: Operands, group: ProcessGroup, schedule: str) -> Callable[[], Any]:
-    """A call of the operator on operands."""
-    where = operands.a_LK, operands.b_KN, group, schedule
-    return partial(call, operands.problem, *where, **operands.scales)
+def caller(
+    operands: Operands, group: ProcessGroup, schedule: str, left: str = "a_LK"
+) -> Callable[[], Any]:
+    """A call of the operator on operands, whose left one has the name ``left`` there."""
+    return lambda: call(
+        *(operands.problem, getattr(operands, left), operands.b_KN, group, schedule),
+        **operands.scales,
+    )
 
 
 def taken(problem: Problem, group: ProcessGroup, device: torch.device, mode: str = "") -> Decision:
@@ -380,7 +377,7 @@ def _collective(candidate: BenchCandidate, operands: Operands, group: ProcessGro
     move = exchange(operands, group)
     kind = operands.problem.kind
     if not kind.scatters:
-        return Runner(lambda: move(operands.a_LK), "whole")
+        return Runner(lambda: move(operands.a_LK), WHOLE)
     problem = operands.problem
     product = operands.empty(problem.product_rows(operands.rank), problem.n, problem.out_dtype)
     product.normal_()
@@ -416,7 +413,7 @@ def _copies(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) 
 
     if problem.operator == "all_gather_matmul":
         gathered = partial(call, *moved[0], group, schedule, return_gathered=True, **scales)
-        return Runner(run, "whole", proof=lambda: gathered()[1])
+        return Runner(run, WHOLE, proof=lambda: gathered()[1])
     # The proof makes the same copies with products, which show whether rows arrive.
     return Runner(run, proof=caller(operands, group, schedule))
 
@@ -487,7 +484,7 @@ def _pytorch(candidate: BenchCandidate, operands: Operands, group: ProcessGroup)
     if candidate.kind == "pytorch":
         return Runner(run)
     # The native path is chosen by a variable that is read in every call.
-    return Runner(run, context=lambda: variable(NATIVE_SWITCH, "1"))
+    return Runner(run, context=partial(environment, **{NATIVE_SWITCH: "1"}))
 
 
 def _enable_symmetric_memory(group: ProcessGroup) -> None:
@@ -522,8 +519,8 @@ def _fused_name(problem: Problem) -> str:
 def _pytorch_scaled(op: Callable[..., Any], operands: Operands, group: str) -> Any:
     """A call of PyTorch's fused operator for operands with scales."""
     a, b, (of_a, of_b) = operands.a_LK, operands.b_KN, operands.scales.values()
-    out_dtype: Any = getattr(torch, operands.problem.out_dtype)
-    how: Any = (a, b, of_a, of_b, "sum", 0, 0, group, [len(a), b.shape[1]])
+    out_dtype = getattr(torch, operands.problem.out_dtype)
+    how = (a, b, of_a, of_b, "sum", 0, 0, group, [len(a), b.shape[1]])
     if operands.problem.kind.scatters:
         return op(*how, None, None, out_dtype, False)
     how = (a, [b], of_a, [of_b], 0, group, [None], [None], [out_dtype], [False])
@@ -538,8 +535,8 @@ def _quack_tilings(problem: Problem) -> list[tuple[int, int, int, int, bool]]:
 def _quack(_: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     """QuACK's gather by copy engines. The tiles of its GEMM wait for the gather. The tiling is the
     fastest of ``QUACK_TILINGS`` for the whole product."""
-    library: Any = import_module("quack.gemm")
-    transport: Any = import_module("quack.distributed")
+    library = import_module("quack.gemm")
+    transport = import_module("quack.distributed")
     a, b = operands.a_LK, operands.b_KN
     gathering = transport.AllGatherRunner(*a.shape, a.dtype, group, a.device)
     out = a.new_empty(operands.problem.m, b.shape[1])
@@ -576,25 +573,21 @@ def _quack(_: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner
 
 
 @contextmanager
-def variable(name: str, value: str) -> Iterator[None]:
-    """Set a variable of the environment, and restore it afterwards."""
-    before = {name: os.environ[name]} if name in os.environ else {}
-    os.environ[name] = value
+def environment(**variables: str) -> Iterator[None]:
+    """Set variables of the environment, and restore them afterwards."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in variables:
+            del os.environ[name]
         os.environ.update(before)
 
 
 def _ficco(candidate: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
-    name = "a_symmetric_LK" if candidate.symmetric else "a_LK"
-
-    def run() -> Any:
-        a = getattr(operands, name)
-        where = operands.b_KN, group, candidate.schedule
-        return call(operands.problem, a, *where, **operands.scales)
-
+    left = "a_symmetric_LK" if candidate.symmetric else "a_LK"
+    run = caller(operands, group, candidate.schedule, left)
     if not candidate.stages:
         return Runner(run)
     # Symmetric memory for ``stages`` steps of the schedule, signals included.
@@ -614,7 +607,7 @@ def step_bytes(plan: Plan) -> int:
 
 
 BUILDERS: dict[str, Callable[[BenchCandidate, Operands, Any], Runner]] = {
-    "gemm": lambda _, operands, __: Runner(operands.product, "product"),
+    "gemm": lambda _, operands, __: Runner(operands.product, Operands.reference_product),
     "collective": _collective,
     "copies": _copies,
     "serial-collective": _serial_collective,
@@ -623,7 +616,7 @@ BUILDERS: dict[str, Callable[[BenchCandidate, Operands, Any], Runner]] = {
     "pytorch-native": _pytorch,
     "quack": _quack,
     "product-by": lambda _, operands, __: Runner(
-        operands.product, "product", context=baselines.preferred
+        operands.product, Operands.reference_product, context=baselines.preferred
     ),
     "copy-engines": _copy_engines,
     **dict.fromkeys(SHOTS, _shot),

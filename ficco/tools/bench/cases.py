@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,6 @@ OPTIONAL = (
 WEIGHT_GRADIENT = "all_gather_transposed_matmul"
 
 
-def option(text: str, default: Any = None, **how: Any) -> Any:
-    """A field of settings that is an option of the command line, with its help; ``how`` as
-    :meth:`argparse.ArgumentParser.add_argument` takes it."""
-    return field(default=default, metadata={"help": text, **how})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
     """The rank that is replayed, and when rows of its peers arrive.
@@ -54,10 +48,8 @@ class Replayed:
     """
 
     world: int
-    rank: int = option("be this one", 0)
-    machine: str | None = option(
-        "a name or a file that says when rows arrive (default: of this GPU)"
-    )
+    rank: int = 0
+    machine: str | None = None
     products: Callable[[Any, Any], Any] | None = None
 
 
@@ -71,23 +63,26 @@ class BenchSettings:
         command: the command line, for the description of the figures.
         subject: a :class:`ficco.tools.bench.harness.Subject`.
         cases: cases of the subject.
+        rounds: limit for each case. ``seconds``: for all cases together.
         schedules: of ficco's variants, empty for those of the subject; candidates of products.
+        timelines: the first case is traced and drawn.
+        seed: of the order and the operands.
         quiet: print no table of each case.
         replayed: the rank that is replayed; None where all ranks run.
     """
 
     device: str
-    rounds: int = option("at most so many rounds per shape", 25)
-    seconds: float = option("time for all shapes", 300, type=float)
+    rounds: int = 25
+    seconds: float = 300.0
     csv: Path
     command: str = ""
     subject: Any
     cases: tuple[Any, ...]
     modes: tuple[str, ...]
     schedules: tuple[Any, ...] = ()
-    timelines: bool = option("trace and draw the first shape", False)
+    timelines: bool = False
     quiet: bool = False
-    seed: int = option("seed of the order and the operands", 0)
+    seed: int = 0
     replayed: Replayed | None = None
 
 

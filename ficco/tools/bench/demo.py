@@ -7,6 +7,7 @@ import re
 import tempfile
 import textwrap
 from contextlib import closing
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ficco.machine import Machine, find
 from ficco.problems.products import OPERATORS
 from ficco.schedules import NAMED, Schedule
 from ficco.tools.bench import attention, experts
-from ficco.tools.bench.candidates import BenchCandidate, caller, parse, taken, variable
+from ficco.tools.bench.candidates import BenchCandidate, caller, environment, parse, taken
 from ficco.tools.bench.cases import OPERATOR, Case
 from ficco.tools.bench.draw import draw, trace
 from ficco.tools.bench.frames import bar, cells, show
@@ -91,12 +92,8 @@ def demo(device_name: str, out: Path | None) -> int:
         print(f"{problem} on {device.type}", flush=True)
     console = Console(stderr=True, quiet=not first)
     others = len(OPERATORS) - 1 + len(OTHERS)
-    done, total = count(1), len(work.offered) + ROUNDS + others * (2 + ROUNDS)
-    with bar(console, "demo", total) as show_step:
-
-        def tick(action: str) -> None:
-            show_step(next(done), action)
-
+    total = len(work.offered) + ROUNDS + others * (2 + ROUNDS)
+    with bar(console, "demo", total, partial(next, count())) as tick:
         results = _table(work, ROUNDS, tick)
         by_operator = [_row(OPERATOR, decision, results)]
         for operator in OPERATORS:
@@ -110,7 +107,7 @@ def demo(device_name: str, out: Path | None) -> int:
         calls = {one: caller(work.operands, group, one) for one in served if one in work.offered}
         CpuEngine.bandwidth = DRAWN_BANDWIDTH  # the engines of GPUs have no such limit
         try:
-            runs = [timelines_of(calls, group, device) for _ in range(RUNS)]
+            runs = [timelines_of(calls, watch) for _ in range(RUNS)]
         finally:
             CpuEngine.bandwidth = None
     watch.close()
@@ -261,9 +258,8 @@ def _over_hosts(group: ProcessGroup, device: torch.device) -> pd.DataFrame | Non
     if device.type != "cpu" or group.size() % HOSTS or group.size() < 2 * HOSTS:
         return None
     apart = dist.new_group(list(range(group.size())))
-    assert isinstance(apart, ProcessGroup)
     host = f"demo {group.rank() * HOSTS // group.size()}"
-    with variable(VARIABLE, host), closing(Stopwatch(apart, device)) as watch:
+    with environment(**{VARIABLE: host}), closing(Stopwatch(apart, device)) as watch:
         rows = [
             {"operator": f"{operator} on {HOSTS} hosts", **_table(work, 1).iloc[1]}
             for operator in OPERATORS

@@ -8,7 +8,7 @@ counts. No token is dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ class ExpertCase:
         inner: columns between the products, without the gate.
         skew: tokens choose the expert that is the i-th most popular, from 1, with a weight of
             1 / i**skew. Ranks have popular experts by turns.
+        capacity: rows of each rank for each expert, once the first tokens are routed.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ExpertCase:
     top_k: int = 2
     dtype: str = "bfloat16"
     skew: float = 0.0
+    capacity: int = 0
 
 
 #: As many narrow experts as DeepSeek-V2-Lite has, Mixtral's, and many wide ones, with fewer tokens
@@ -93,16 +95,13 @@ class ExpertData(Workload):
         )
         self.activation, self.capacity = "silu", 0
         self.fill(0)
+        self.case = replace(case, capacity=self.capacity)
 
     @property
-    def problem(self) -> AnyProblem:  # type: ignore[override]
+    def problem(self) -> AnyProblem:
         sizes = {"experts": self.case.experts, "capacity": self.capacity, "k": self.case.k}
         sizes |= {"h": self.case.inner, "n": self.case.k}
         return problem_of("experts", self.group.size(), self.case.dtype, sizes)
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        return {"capacity": self.capacity}
 
     @torch.no_grad()
     def fill(self, seed: int, exact: bool = False) -> None:
@@ -148,7 +147,7 @@ class ExpertData(Workload):
 def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> Any:
     """Grouped products of rows with the matrices of their experts. ``ends``: end row of each
     expert."""
-    grouped: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
     return grouped(rows, weights, offs=ends)
 
 
@@ -156,7 +155,7 @@ def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:
     """Exchange and multiply in turn, with blocks of a fixed capacity; without ``travels``, skip
     both exchanges."""
     world, each = data.group.size(), data.up.shape[0]
-    how: Any = {"capacity": data.capacity, "group": data.group}
+    how = {"capacity": data.capacity, "group": data.group}
     slots = ficco.route(data.indices, data.case.experts, **how).slots()
     rows = data.case.experts * data.capacity
     sent = spread_rows(data.tokens, slots, rows)
@@ -214,7 +213,7 @@ def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tens
     """Call ficco with blocks of a fixed capacity, or with exact row counts: the host then waits
     for the counts."""
     operands = data.tokens, data.indices, data.weights, data.up, data.down
-    how: Any = {"activation": data.activation, "group": data.group, "schedule": schedule}
+    how = {"activation": data.activation, "group": data.group, "schedule": schedule}
     return ficco.experts(*operands, capacity=None if exact else data.capacity, **how)
 
 
@@ -226,7 +225,6 @@ COLLECTIVES: dict[str, Callable[[ExpertData], torch.Tensor]] = {
 
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
-    """Columns of the report that describe a case."""
     skewed = text["skew"].map(lambda skew: f", skew {skew}" if float(skew) else "")
     return {
         "layer": text["experts"] + " experts, top " + text["top_k"] + skewed,

@@ -154,7 +154,6 @@ class StackData(LayerData):
         return loss, *(weight.grad.to_local().clone() for weight in forward.parameters())
 
     def forward_of(self, variant: Any) -> Any:
-        """The model of a way."""
         model = stack(self.case, self.device)
         variant.prepare(model)
         return model

@@ -28,7 +28,6 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed import ProcessGroup
 
 from ficco.accelerator import gpu
 from ficco.dma.engine import fingerprint
@@ -147,11 +146,6 @@ class Workload:
 
     # Overridden by each kind of workload.
 
-    @property
-    def shape(self) -> dict[str, Any]:
-        """Columns of the case that its attributes do not have."""
-        return {}
-
     def variants(self) -> dict[str, Variant]:
         """All variants, by name."""
         raise NotImplementedError
@@ -236,7 +230,7 @@ class Workload:
     def annotate(self, checked: Sequence[Checked]) -> None:
         """Add the columns that need calls with random data. Collective."""
         for one in checked:
-            if one.runner is not None and one.schedule:
+            if one.schedule:
                 if one.schedule == "auto":
                     known = workspace_of(self.group, self.device).known(None)
                     mode = "queued" if self.watch.on_gpu else "idle"
@@ -379,7 +373,6 @@ class _Bench:
         return {self.subject.schema.case: case.name, "world": self.watch.world, **sizes}
 
     def case(self, case: Any, number: int) -> list[dict[str, Any]]:
-        """The rows of a case."""
         watch, settings, began = self.watch, self.settings, time.monotonic()
         left = self.deadline - began
         if watch.barrier.decide(left < self.preparing):
@@ -389,7 +382,7 @@ class _Bench:
             work = self.subject.work(case, watch, settings.schedules)
         except ValueError as error:
             return [{**self._shape(case), "status": "skipped", "note": str(error)}]
-        shape = {**self._shape(work.case), **work.shape}
+        shape = self._shape(work.case)
         share = left / (len(settings.cases) - number)
         try:
             return self._timed(work, shape, began, share, number)
@@ -407,17 +400,11 @@ class _Bench:
         name = f"{getattr(work.case, 'operator', '')} {work.case.name}".strip()
         title = f"[{number + 1}/{len(settings.cases)}] {name}"
         steps = len(work.offered) * (1 + graph) + settings.rounds
-        with frames.bar(self.console, title, steps) as progress:
-            done_steps = count(1)
-
-            def tick(action: str) -> None:
-                progress(next(done_steps), action)
-
+        with frames.bar(self.console, title, steps, partial(next, count())) as tick:
             checked = work.checked(graph, tick)
             work.fill(settings.seed)
             timed = [one for one in checked if one.runner is not None]
-            ours = [one.runner for one in timed if one.runner is not None and one.schedule]
-            watch.settle(ours, work.dtype)
+            watch.settle([one.runner for one in timed if one.schedule], work.dtype)
             work.annotate(checked)
             spent = time.monotonic() - began
             self.preparing = max(self.preparing, spent)
@@ -425,19 +412,19 @@ class _Bench:
                 Item(mode, one.name, one.runner, one.replay if mode == "graph" else None)
                 for mode in settings.modes
                 for one in timed
-                if one.runner is not None and (mode != "graph" or one.replay is not None)
+                if mode != "graph" or one.replay is not None
             ]
             # The first preparation is that of the libraries, too, and no reason for few rounds.
             seconds = max(share - spent, share * LEAST_SHARE)
-            how: dict[str, Any] = {"most": settings.rounds, "seed": settings.seed + number}
+            how = {"most": settings.rounds, "seed": settings.seed + number}
             done, times = watch.rounds(items, seconds=seconds, tick=tick, **how)
         rows = self._rows(work, shape, checked, dict(zip(items, times, strict=True)), done)
         if settings.timelines and number == 0:
-            calls: dict[str, Callable[[], Any]] = {}
+            calls = {}
             for one in timed:
-                if one.runner is not None and one.schedule:
+                if one.schedule:
                     calls.setdefault(one.schedule, one.runner.run)
-            timelines = timelines_of(calls, watch.group, watch.device)
+            timelines = timelines_of(calls, watch)
             if watch.rank == 0:  # drawn, and written for Perfetto and for ``ficco plot``
                 stem = settings.csv.with_suffix("")
                 draw(timelines, f"{stem}_timelines.png", columns=2, ranks=[0])
@@ -481,7 +468,6 @@ class _Bench:
 
 def tables(subject: Subject, rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """The figures of each mode as text."""
-    assert subject.heads is not None
     for mode, timed in rows[rows["status"] == "ok"].groupby("mode", sort=False):
         text = timed.astype(str)
         way = text["way"]
@@ -541,9 +527,7 @@ UNSEEN = 1e18
 SLEEP_CYCLES = 40_000_000
 
 
-def timelines_of(
-    calls: Mapping[str, Callable[[], Any]], group: ProcessGroup, device: torch.device
-) -> list[Timeline]:
+def timelines_of(calls: Mapping[str, Callable[[], Any]], watch: Stopwatch) -> list[Timeline]:
     """The planned and the measured Timeline of every call that is served here, in turn.
 
     The plan is simulated at the rates that the steps of the measured call reached, so that both
@@ -554,19 +538,17 @@ def timelines_of(
     for name, call in calls.items():
         with suppress(NotImplementedError), timing_steps() as seen:
             call()  # first use is slow
-            if device.type == "cuda":  # GPUs wait and begin together while their hosts enqueue
+            if watch.on_gpu:  # GPUs wait and begin together while their hosts enqueue
                 gpu._sleep(SLEEP_CYCLES)
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
+                dist.all_reduce(torch.zeros(1, device=watch.device), group=watch.group)
             call()
             if len(seen) != 2:  # each call is several, that go by columns
                 continue
             plan, mine = seen[-1]
-            bare: Any = plan.problem  # without its cached attributes, which have functions
-            everyone: list[Any] = [None] * group.size()
-            bare_plan = replace(plan, problem=replace(bare)), mine
-            dist.all_gather_object(everyone, bare_plan, group=group)
+            bare = plan.problem  # without its cached attributes, which have functions
+            everyone = watch.gather((replace(plan, problem=replace(bare)), mine))
             plans = [plan for plan, _ in everyone]
-            here = fingerprint(device, group.size()).accelerator
+            here = fingerprint(watch.device, watch.world).accelerator
             ranks = [
                 [(plan.steps[one.step], one.start, one.stop) for one in sorted(spans, key=start)]
                 for plan, spans in everyone

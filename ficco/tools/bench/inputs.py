@@ -7,11 +7,9 @@ in the product.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
-from typing import NamedTuple
 
 import torch
 
@@ -101,18 +99,15 @@ class Operands:
         return torch.empty(rows, cols, dtype=kind, device=self.device)
 
     @property
-    def multiplied_PK(self) -> torch.Tensor:
-        """The left operand of this rank's product: its own A, or the gathered A."""
-        return self.a_LK if self.problem.kind.scatters else self._whole
-
-    @property
-    def multiplied_scale(self) -> torch.Tensor | None:
-        """The scale of :attr:`multiplied_PK`."""
-        return self.scales.get("scale_a") if self.problem.kind.scatters else self.whole_scale
+    def _multiplied_PK(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The left operand of this rank's product, its own A or the gathered A, and its scale."""
+        if self.problem.kind.scatters:
+            return self.a_LK, self.scales.get("scale_a")
+        return self._whole, self.whole_scale
 
     def product(self) -> torch.Tensor:
         """The product of this rank by the library."""
-        return self.multiplied(self.multiplied_PK, self.multiplied_scale)
+        return self.multiplied(*self._multiplied_PK)
 
     def multiplied(self, a: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Some rows times B, by the library."""
@@ -139,14 +134,11 @@ class Operands:
 
         B depends only on the sizes; :meth:`exact_b` sets it.
         """
-
-        def powers(factors: torch.Tensor, generator: torch.Generator) -> None:
-            factors.random_(0, 2, generator=generator).add_(1.0)
-
-        def draw(tensor: torch.Tensor, generator: torch.Generator) -> None:
-            tensor.random_(-LARGEST, LARGEST + 1, generator=generator)
-
-        self._fill(iteration, draw, powers)
+        self._fill(
+            iteration,
+            lambda tensor, generator: tensor.random_(-LARGEST, LARGEST + 1, generator=generator),
+            lambda factors, generator: factors.random_(0, 2, generator=generator).add_(1.0),
+        )
 
     def exact_b(self) -> None:
         """A sparse B of 1 and -1 whose columns take their terms from different rows."""
@@ -185,7 +177,7 @@ class Operands:
 
     def reference_product(self) -> torch.Tensor:
         """The product of this rank, computed locally."""
-        return torch.mm(self.wide(self.multiplied_PK, self.multiplied_scale), self.wide_b_KN)
+        return torch.mm(self.wide(*self._multiplied_PK), self.wide_b_KN)
 
     @property
     def _whole(self) -> torch.Tensor:
@@ -239,27 +231,6 @@ class Operands:
             self.a_symmetric_LK.copy_(self.a_LK)
 
 
-Call = Callable[[], torch.Tensor]
-
-#: Makes a call; its result, and a figure of it such as its seconds.
-Measure = Callable[[Call], tuple[torch.Tensor, float]]
-
-
-class ExactCall(NamedTuple):
-    """One call.
-
-    Attributes:
-        name: of what was called.
-        wrong: how many elements of the result are wrong, on its device, which is not waited for:
-            what ``compare`` gave.
-        figure: what ``measure`` gave.
-    """
-
-    name: str
-    wrong: torch.Tensor
-    figure: float
-
-
 def wrong_elements(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Number of elements that differ from ``wanted``, on the device; all elements if the shapes
     differ. Elements of float8 are compared bit by bit."""
@@ -268,35 +239,3 @@ def wrong_elements(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     if result.element_size() == 1:
         result, wanted = result.view(torch.uint8), wanted.view(torch.uint8)
     return (result != wanted).sum()
-
-
-def exact_calls(
-    calls: Mapping[str, Call],
-    operands: Operands,
-    count: int,
-    *,
-    first: int = 0,
-    compare: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    measure: Measure = lambda call: (call(), 0.0),
-    seed: int = 0,
-) -> Iterator[ExactCall]:
-    """Make all calls ``count`` times, in an order that is shuffled anew each time: the first has
-    it easiest. Every call has integers of its own, so that stale data shows.
-
-    All ranks must pass the same names, ``count``, ``first`` and ``seed``: inputs and order follow
-    from them. Nothing but ``measure`` waits: the left operand is overwritten as soon as a call is
-    enqueued, so that data that is read too late shows, too.
-
-    Args:
-        calls: by name, calls that read ``operands``, whose B must be exact already.
-        first: number of the first inputs; each call takes the next, ``count * len(calls)`` in all.
-        compare: gives the number of wrong elements of a result; by default those that differ from
-            ``operands.reference()``.
-    """
-    order, names = random.Random(seed), list(calls)
-    shuffled = (name for _ in range(count) for name in order.sample(names, len(names)))
-    for iteration, name in enumerate(shuffled, first):
-        operands.exact(iteration)
-        result, figure = measure(calls[name])
-        wrong = compare(result) if compare else wrong_elements(result, operands.reference())
-        yield ExactCall(name, wrong, figure)

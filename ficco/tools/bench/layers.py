@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import pandas as pd
 import torch
@@ -139,7 +139,7 @@ class RowParallel(torch.autograd.Function):
 def _by_collectives(layer: Layer, group: ProcessGroup, again: bool) -> Forward:
     def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         y = ColumnParallel.apply(x, first, group, again)
-        return cast(torch.Tensor, RowParallel.apply(layer.between(y), second, group))
+        return RowParallel.apply(layer.between(y), second, group)
 
     return forward
 
@@ -168,7 +168,7 @@ def _traceable(layer: Layer, group: ProcessGroup) -> Forward:
 
     def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         y = gather(x, 0, group) @ first.t()
-        return cast(torch.Tensor, scatter(layer.between(y) @ second.t(), "sum", 0, group))
+        return scatter(layer.between(y) @ second.t(), "sum", 0, group)
 
     return forward
 
@@ -279,8 +279,7 @@ class LayerData(Workload):
     def results(self, forward: Forward) -> Tensors:
         """A step's result and gradients."""
         result = self.run(forward)
-        grads = [tensor.grad for tensor in self.operands]
-        return result.detach(), *(grad for grad in grads if grad is not None)
+        return result.detach(), *(tensor.grad for tensor in self.operands)
 
     def forward_of(self, variant: Any) -> Any:
         """The forward pass of a way."""
@@ -343,7 +342,6 @@ def require(calls: Sequence[str], step: Callable[[], Any]) -> None:
 
 
 def heads(text: pd.DataFrame) -> dict[str, pd.Series]:
-    """Columns of the report that describe a case."""
     sizes = text[["hidden", "columns", "inner"]].agg(", ".join, axis=1)
     return {"layer": text["layer"] + ": " + text["tokens"] + " tokens, " + sizes}
 

@@ -21,7 +21,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import copy_context
@@ -84,25 +84,25 @@ class Runner:
 
     Attributes:
         run: one call; returns its result.
-        expected: reference of the result: ``"result"``, the operator's result; ``"whole"``, the
-            left operand of the whole product; ``"product"``, the product of this rank.
+        expected: the right result for operands, by default that of the operator.
         proof: the call whose result is compared, where that is not the timed one.
         context: entered around calls, outside of the timed part.
     """
 
     run: Call
-    expected: str = "result"
+    expected: Callable[[Operands], torch.Tensor] = Operands.reference
     proof: Call | None = None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def modes_of(device: str, wanted: str | None) -> tuple[str, ...]:
-    """The modes that a device has, or those of a list with commas.
+def modes_of(device: str, wanted: str | None, graphs: bool = True) -> tuple[str, ...]:
+    """The modes that a device has, or those of a list with commas; without ``graphs`` there is no
+    mode of that name.
 
     Raises:
         ValueError: there is no such mode, or the device does not have it.
     """
-    available = MODES if device == "cuda" else ("idle",)
+    available = MODES[: 2 + graphs] if device == "cuda" else ("idle",)
     if wanted is None:
         return available
     chosen = tuple(dict.fromkeys(wanted.split(",")))
@@ -410,7 +410,7 @@ def slowest(by_rank: Sequence[Sequence[float]]) -> Times:
 class Stopwatch:
     """The ranks of a group, which time together.
 
-    ``timeout_s``: seconds that a rank waits for its peers, ``PEERS_S`` if it is None.
+    ``timeout_s``: seconds that a rank waits for its peers.
 
     Attributes:
         mode: the mode for times of a device: queued on GPUs, idle on CPUs.
@@ -427,16 +427,15 @@ class Stopwatch:
         self,
         group: ProcessGroup,
         device: torch.device,
-        timeout_s: float | None = None,
+        timeout_s: float = PEERS_S,
         hosts: Hosts | None = None,
     ) -> None:
-        patience = PEERS_S if timeout_s is None else timeout_s
         self.group, self.device = group, device
-        self.hosts = hosts or hosts_of(group, min(patience, MEET_S), "measurement")
+        self.hosts = hosts or hosts_of(group, min(timeout_s, MEET_S), "measurement")
         self.rank, self.world = group.rank(), group.size()
         self.on_gpu = device.type == "cuda"
         self.mode = "queued" if self.on_gpu else "idle"
-        self.barrier = Barrier(group, patience, self.hosts)
+        self.barrier = Barrier(group, timeout_s, self.hosts)
         self.clock = (DeviceClock if self.on_gpu else HostClock)(group, self.barrier)
 
     def time(
@@ -534,24 +533,6 @@ class Stopwatch:
 def calls_to_cover(front: Times, back: Times) -> int:
     """Number of background calls that outlast a timed call, from their exclusive times."""
     return min(max(math.ceil(COVER * np.median(front) / np.median(back)), 1), MOST_IN_BACKGROUND)
-
-
-def timed_during(
-    time: Callable[..., dict[str, Times]],
-    calls: Mapping[str, Call],
-    pairs: Iterable[tuple[str, str]],
-    device: torch.device,
-) -> dict[str, Times]:
-    """Times of calls and, under ``"one during other"``, of the first of each pair of them during
-    the second. ``time`` times calls in a ``share`` of the seconds there are."""
-    exclusive = time(calls, share=0.2, most=7)
-    together = {
-        f"{front} during {back}": contended(
-            calls[front], calls[back], calls_to_cover(exclusive[front], exclusive[back]), device
-        )
-        for front, back in pairs
-    }
-    return time({**calls, **together}, share=0.8)
 
 
 def contended(front: Call, back: Call, count: int, device: torch.device) -> Runner:
@@ -698,7 +679,6 @@ class MeasuredCalls:
 
     def _scaled(self, m: int, n: int, k: int, wide: bool) -> Call:
         """A product of float8 operands; ``wide``: as in :meth:`matmul`."""
-        assert self.scaling is not None
         a, b = self.matrix("a", m, k), self.matrix("b", n, k).t()
         name, dtype = ("sums", torch.float32) if wide else ("out", getattr(torch, self.scaling.out))
         scales = factors(self.scaling.rules, self.device, m, n, k)

@@ -19,9 +19,9 @@ from ficco.problems.products import Problem
 from ficco.runtime.workspace import SLOTS, workspace_of
 from ficco.tools.bench.candidates import (
     REPLAYED,
+    WHOLE,
     BenchCandidate,
     build,
-    expected,
     moved_bytes,
     named_again,
     of_problem,
@@ -39,7 +39,7 @@ from ficco.tools.bench.harness import (
     Workload,
     wrong_ranks,
 )
-from ficco.tools.bench.inputs import Operands, exact_calls, wrong_elements
+from ficco.tools.bench.inputs import Operands, wrong_elements
 from ficco.tools.bench.measure import (
     Runner,
     Stopwatch,
@@ -104,7 +104,7 @@ class ProductWork(Workload):
         if graph:
             self._capture(checked, tick)
         if copies := self.watch.arrivals(self.problem):
-            checked.append(Checked(copies, Runner(torch.Tensor, "whole")))
+            checked.append(Checked(copies, Runner(torch.Tensor, WHOLE)))
         return checked
 
     def free_bytes(self) -> int:
@@ -169,7 +169,6 @@ class ProductWork(Workload):
     def graph(self, checked: Checked, pool: Any) -> None:
         """Capture a candidate's call and prove its replays right."""
         runner = checked.runner
-        assert runner is not None
 
         def action() -> tuple[Callable[[], None], bool]:
             with runner.context():
@@ -194,18 +193,15 @@ class ProductWork(Workload):
 
     def _prove(self, runner: Runner, call: Callable[[], torch.Tensor]) -> tuple[bool, int]:
         """Whether calls with inputs never used before are right, and the last one's peak memory."""
-        how: dict[str, Any] = {
-            "first": self._iteration,
-            "compare": lambda result: wrong_elements(result, expected(runner, self.operands)),
-            "measure": lambda one: peak_bytes(one, self.device),
-        }
-        proof = call if runner.expected != "result" else self.watch.proof(call, self.operands)
-        outcomes = list(exact_calls({"": proof}, self.operands, CHECKS, **how))
-        self._iteration += CHECKS
-        right = not any(outcome.wrong.item() for outcome in outcomes)
-        if proof is call:
-            return right, int(outcomes[-1].figure)
-        return right, peak_bytes(runner.run, self.device)[1]
+        proof, right = call, True
+        if runner.expected is Operands.reference:
+            proof = self.watch.proof(call, self.operands)
+        for _ in range(CHECKS):
+            self.operands.exact(self._iteration)
+            self._iteration += 1
+            result, peak = peak_bytes(proof, self.device)
+            right &= not wrong_elements(result, runner.expected(self.operands)).item()
+        return right, peak if proof is call else peak_bytes(runner.run, self.device)[1]
 
     # Rows.
 
@@ -216,7 +212,7 @@ class ProductWork(Workload):
         error = accuracy(self.operands, self.group)
         for one in checked:
             runner = one.runner
-            if runner is not None and runner.proof is None and runner.expected == "result":
+            if runner and runner.proof is None and runner.expected is Operands.reference:
                 with runner.context():
                     mine = error(runner.run())
                 one.columns["error"] = max(self.watch.gather(mine))

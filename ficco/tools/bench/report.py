@@ -117,7 +117,7 @@ MODES = ("queued", "idle", "graph")
 SHAPE = ["operator", "case"]
 
 #: Sorts candidates by a ratio: the largest ratio first, equal ratios in their order.
-BEST_FIRST: dict[str, Any] = {"ascending": False, "kind": "stable"}
+BEST_FIRST = {"ascending": False, "kind": "stable"}
 
 #: Figures with geometric means in reports, and their headings.
 RATIOS = {"share": "of ideal", "speedup": "x serial", "vs_pytorch": "x PyTorch"}
@@ -277,7 +277,6 @@ HINDSIGHT = (
 
 
 def report(rows: pd.DataFrame, about: dict[str, Any], name: str, pictures: Sequence[Path]) -> str:
-    """A bench as Markdown."""
     several = rows["operator"].nunique() > 1
     summed = any(OPERATORS[operator].sums for operator in rows["operator"].unique())
     parts = [f"# {name}", about_table(about), HOW + SUMS * summed, _punctual(rows)]
@@ -296,7 +295,6 @@ def report(rows: pd.DataFrame, about: dict[str, Any], name: str, pictures: Seque
 
 
 def about_table(about: dict[str, Any]) -> str:
-    """The description of a run."""
     if not about:
         return ""
     versions = about.get("versions", {})

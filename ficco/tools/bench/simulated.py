@@ -24,7 +24,6 @@ BOUNDS = ("gemm", "computed", "collective", "copies", "ideal")
 
 
 def shape_of(case: Case, problem: Problem) -> dict[str, Any]:
-    """Columns of a shape."""
     sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
     return {"case": case.name, "label": case.label, **sizes, "dtype": problem.dtype}
 
@@ -91,7 +90,6 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
     names = [one.schedule + " *" * (one.schedule == chosen) for one in shown]
     seconds = pd.DataFrame(figures, names, dtype=float)
     machine = described(decision.machine, decision.problem.world // decision.problem.hosts)
-    assert machine is not None  # or nothing could have been predicted
     bound = family_of(decision.problem).ideal(decision.problem, machine) * 1e3
     title = f"{decision.problem} on {decision.machine.name}"
     return bars({"ms": seconds.dropna(axis=1, how="all") * 1e3}, path, title, bound)

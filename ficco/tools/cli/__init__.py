@@ -20,7 +20,6 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -35,6 +34,7 @@ from ficco.problems.scaling import CAST_KINDS
 from ficco.problems.sizes import ASKABLE, Size, problem_of
 from ficco.tools import launch
 from ficco.tools.bench.cases import DTYPES, SETS, Case, read
+from ficco.tools.bench.cases import OPERATOR as GATHERS
 from ficco.tools.launch import RankFailed, check_load
 from ficco.version import version
 
@@ -54,9 +54,6 @@ READER_LEFT = 141
 
 #: Advice after an interruption, for commands that save their steps.
 CONTINUES = {"tune": "; the same command continues after the steps that are saved"}
-
-#: The operator that is asked about unless another is named.
-GATHERS = "all_gather_matmul"
 
 
 class Command(NamedTuple):
@@ -335,7 +332,6 @@ CSV: dict[str, Any] = {"type": Path, "metavar": "CSV"}
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
     with suppress(ValueError):  # imports of it are blocked
         return find_spec(package) is not None
     return False
@@ -376,33 +372,12 @@ def site(
 
 
 def add_ranks(parser: Any, ranks: str = "ranks to start (default: a GPU each, or 4)") -> None:
-    """Add ``--ranks``, ``--device`` and ``--oversubscribe``."""
     add = parser.add_argument
     add("--ranks", **NUMBER, help=ranks)
     text = "cuda is any vendor's GPU (default: cuda where torch sees one)"
     add("--device", choices=("cpu", "cuda"), help=text)
     text = f"start more than {launch.RANKS_PER_CORE} CPU ranks per core"
     add("--oversubscribe", **FLAG, help=text)
-
-
-def add_fields(parser: Any, settings: Any, *names: str) -> None:
-    """Add options for fields of a dataclass, which were declared as
-    :func:`ficco.tools.bench.cases.option`."""
-    declared = {one.name: one for one in fields(settings)}
-    for name in names:
-        default, how = declared[name].default, dict(declared[name].metadata)
-        if isinstance(default, bool):
-            how |= FLAG
-        elif isinstance(default, (int, float)):
-            how = {"type": type(default), **how, "help": f"{how['help']} (default: {default})"}
-        parser.add_argument(f"--{name}", default=default, **how)
-
-
-def field_values(arguments: Any, settings: Any) -> dict[str, Any]:
-    """The fields of a dataclass that :func:`add_fields` made options of."""
-    names = [one.name for one in fields(settings) if one.metadata and one.name in arguments]
-    values = {name: getattr(arguments, name) for name in names}
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
 
 
 def add_files(parser: Any, folder: str, subject: str) -> None:
@@ -443,21 +418,18 @@ def add_sizes(parser: Parser) -> None:
 
 
 def sizes(arguments: Any) -> dict[str, Any]:
-    """The sizes on the command line."""
     names = {name for askable in ASKABLE.values() for name in askable.sizes}
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def add_world(parser: Any) -> None:
-    """Add ``--world`` and ``--hosts``."""
     add = parser.add_argument
     add("--world", **NUMBER, help="number of ranks (default: the machine's on each host)")
     add("--hosts", **NUMBER, default=1, help="hosts of the ranks (default: 1)")
 
 
 def add_ranks_of_rows(parser: Parser) -> None:
-    """Add ``--world``, ``--hosts`` and ``--rows``."""
     add_world(parser)
     parser.add_argument("--rows", help=ROWS if parser.operator in OPERATORS else argparse.SUPPRESS)
 

@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -23,6 +23,7 @@ from ficco.tools import cli, launch
 from ficco.tools.bench import cases
 from ficco.tools.bench.cases import OPTIONAL, BenchSettings, Case, Replayed
 from ficco.tools.cli import CSV, FAMILIES, FILE, FLAG, GATHERS, NAMES, NUMBER, STEPS
+from ficco.tools.tune.effort import STEPS as TUNED
 from ficco.tools.tune.effort import TuneSettings
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ HELP = {
     "only idle (default: all that the ranks have)",
     "without": f"baselines to leave out: {', '.join(OPTIONAL)}; the native one has been seen to "
     "hang",
+    "machine": "a name or a file that says when rows arrive (default: of this GPU)",
     "products": "first measure what products take on this GPU, in about 20 s, for auto and for "
     "what peers send",
     "out": "folder for the pictures (default: a new one in the folder for temporary files)",
@@ -93,7 +95,10 @@ def _add_measured(parser: Any) -> Any:
 
 def _add_output(parser: Any) -> Any:
     """Add the limits and the files of a bench; returns the group of files."""
-    cli.add_fields(parser, BenchSettings, "rounds", "seconds", "seed")
+    add = parser.add_argument
+    add("--rounds", type=int, default=25, help="at most so many rounds per shape (default: 25)")
+    add("--seconds", type=float, default=300, help="time for all shapes (default: 300)")
+    add("--seed", type=int, default=0, help="seed of the order and the operands (default: 0)")
     output = parser.add_argument_group("output")
     cli.add_files(output, "ficco-bench", "set")
     output.add_argument("--json", **FLAG, help="print the rows as JSON")
@@ -104,30 +109,40 @@ def add_bench(parser: Any) -> None:
     add = _add_measured(parser).add_argument
     add("--without", **NAMES, choices=OPTIONAL, default=[], help=HELP["without"])
     cli.add_ranks(parser)
-    cli.add_fields(_add_output(parser), BenchSettings, "timelines")
+    add = _add_output(parser).add_argument
+    add("--timelines", **FLAG, help="trace and draw the first shape")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
     from ficco.tools.bench.frames import records
     from ficco.tools.bench.harness import bench, show_ways
+    from ficco.tools.bench.measure import modes_of
     from ficco.tools.bench.report import show_best
 
     device, ranks = place(arguments)
     kind = kind_of(arguments)
     measurement = partial(_others, kind=kind) if kind in KINDS else _products
     subject, settings_of_kind = measurement(arguments, device)
+    graphs = kind not in KINDS and "world" not in arguments
+    replayed = None
     if "world" in arguments:
         subject = f"replay-{arguments.world}-{subject}"
+        replayed = _played(arguments, kind, settings_of_kind["cases"])
     settings = BenchSettings(
         **settings_of_kind,
-        **cli.field_values(arguments, BenchSettings),
+        rounds=arguments.rounds,
+        seconds=arguments.seconds,
+        seed=arguments.seed,
+        timelines=getattr(arguments, "timelines", False),
+        modes=modes_of(device, arguments.mode, graphs),
         device=device,
         quiet=arguments.json,
+        replayed=replayed,
         csv=fresh(arguments.out, arguments.name or named(subject, device, ranks)),
         command=cli.command(),
     )
-    how: Any = {"device": device, "timeout_s": arguments.seconds + BENCH_START_S}
-    rows = launch.launch(bench, arguments.ranks, settings, **how)
+    limit = arguments.seconds + BENCH_START_S
+    rows = launch.launch(bench, arguments.ranks, settings, device=device, timeout_s=limit)
     if rows is None:  # under torchrun, a rank other than 0
         return 0
     if arguments.json:
@@ -150,7 +165,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def add_replay(parser: Any) -> None:
     _add_measured(parser)
     parser.add_argument("--world", **NUMBER, required=True, help="ranks of the group")
-    cli.add_fields(parser, Replayed, "rank", "machine")
+    parser.add_argument("--rank", type=int, default=0, help="be this one (default: 0)")
+    parser.add_argument("--machine", help=HELP["machine"])
     parser.add_argument("--products", **FLAG, help=HELP["products"])
     _add_output(parser)
 
@@ -234,7 +250,6 @@ Measurement = tuple[str, dict[str, Any]]
 
 
 def _products(arguments: argparse.Namespace, device: str) -> Measurement:
-    from ficco.machine import SCALED_PRODUCTS
     from ficco.tools.bench import frames, products
     from ficco.tools.bench.candidates import choose
 
@@ -242,31 +257,29 @@ def _products(arguments: argparse.Namespace, device: str) -> Measurement:
     candidates = choose(arguments.schedules, getattr(arguments, "without", ()), device)
     if arguments.schedules:
         _servable(candidates, shapes)
-    settings: dict[str, Any] = {"subject": products.SUBJECT, "cases": tuple(shapes)}
-    settings |= {"schedules": candidates, "modes": _modes(arguments, device)}
+    kind = products.SUBJECT
     if "world" in arguments:
-        recipes = {one.dtype.partition("-")[2] for one in shapes if one.dtype in SCALED}
-        settings |= _played(arguments, map(SCALED_PRODUCTS.__getitem__, recipes))
-        settings["subject"] = replace(products.SUBJECT, schema=frames.REPLAY)
-    return subject, settings
+        kind = replace(kind, schema=frames.REPLAY)
+    return subject, {"subject": kind, "cases": tuple(shapes), "schedules": candidates}
 
 
-def _played(arguments: argparse.Namespace, blocks: Iterable[str] = ()) -> dict[str, Any]:
-    """The rank that is replayed; ``blocks``: of products besides plain products."""
+def _played(arguments: argparse.Namespace, kind: str, shapes: Sequence[Any]) -> Replayed:
+    """The rank that is replayed, on whose GPU also products of float8 or experts are measured."""
+    from ficco.machine import SCALED_PRODUCTS
     from ficco.tools.tune.products import refitted
 
-    if "world" not in arguments:
-        return {}
-    measure = partial(refitted, more=tuple(sorted(blocks))) if arguments.products else None
-    values = cli.field_values(arguments, Replayed)
-    return {"replayed": Replayed(world=arguments.world, products=measure, **values)}
+    recipes = {one.dtype.partition("-")[2] for one in shapes if one.dtype in SCALED}
+    blocks = *sorted(map(SCALED_PRODUCTS.__getitem__, recipes)), *["experts"] * (kind == "experts")
+    measure = partial(refitted, more=blocks) if arguments.products else None
+    where = {"world": arguments.world, "rank": arguments.rank, "machine": arguments.machine}
+    return Replayed(products=measure, **where)
 
 
 def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measurement:
     """Layers, layers of experts, or attention."""
     from ficco.schedules import Schedule
 
-    room: Any = import_module(f"ficco.tools.bench.{kind}")
+    room = import_module(f"ficco.tools.bench.{kind}")
     wanted, names = arguments.operator, arguments.schedules or ()
     shapes_of_kind = [
         one for one in room.SHAPES[device] if getattr(one, "operator", kind) in wanted
@@ -274,18 +287,8 @@ def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measuremen
     return kind, {
         "subject": room.SUBJECT,
         "cases": tuple(_only(arguments, shapes_of_kind)),
-        "modes": tuple(mode for mode in _modes(arguments, device) if mode != "graph"),
         "schedules": tuple(one if one == "auto" else str(Schedule.parse(one)) for one in names),
-        **_played(arguments, ("experts",) if kind == "experts" else ()),
     }
-
-
-def _modes(arguments: argparse.Namespace, device: str) -> tuple[str, ...]:
-    """The modes that are timed; a replay has no graphs."""
-    from ficco.tools.bench.measure import modes_of
-
-    modes = modes_of(device, arguments.mode)
-    return tuple(mode for mode in modes if mode != "graph" or "world" not in arguments)
 
 
 def _only(arguments: argparse.Namespace, shapes: Sequence[Any]) -> list[Any]:
@@ -396,8 +399,10 @@ NOT_CHECKED = ("only", "operator", "shapes", "from_log", "fresh")
 
 def add_tune(parser: Any) -> None:
     measured = parser.add_argument_group("what is measured")
-    cli.add_fields(measured, TuneSettings, "quick", "only")
     add = measured.add_argument
+    add("--quick", **FLAG, help="measure for less time, and less exactly")
+    text = f"these steps: {', '.join(TUNED)}"
+    add("--only", nargs="+", metavar="STEP", choices=TUNED, help=text)
     add("--operator", **NAMES, choices=OPERATORS, help=HELP["tuned operator"])
     add("--shapes", **CSV, help=HELP["tuned shapes"])
     add("--from-log", **FILE, help=HELP["from-log"])
@@ -405,7 +410,7 @@ def add_tune(parser: Any) -> None:
     add("--tolerance", type=float, help=HELP["tolerance"])
     how = parser.add_argument_group("how")
     cli.add_ranks(how)
-    cli.add_fields(how, TuneSettings, "fresh")
+    how.add_argument("--fresh", **FLAG, help="begin anew instead of continuing an interrupted run")
     how.add_argument("--out", **FILE, help="the machine's file (default: the user's own)")
 
 
@@ -426,7 +431,9 @@ def run_tune(arguments: argparse.Namespace) -> int:
     settings = TuneSettings(
         path=path.absolute(),
         device=device,
-        **cli.field_values(arguments, TuneSettings),
+        quick=arguments.quick,
+        only=tuple(arguments.only or ()),
+        fresh=arguments.fresh,
         operators=tuple(arguments.operator or ()),
         problems=tuple(_problems(arguments, ranks, device)),
         command=cli.command(),
@@ -509,8 +516,8 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
             f"{path}: required a machine of {here.ranks} ranks of {here.accelerator}, as here, got "
             f"{machine.ranks} of {machine.accelerator}; give another file with --out"
         )
-    how: Any = {"device": device, "timeout_s": TUNE_START_S * 2}
-    points = launch.launch(check, arguments.ranks, machine, device, **how)
+    limit = 2 * TUNE_START_S
+    points = launch.launch(check, arguments.ranks, machine, device, device=device, timeout_s=limit)
     if not launch.own_rank():
         print(report(points, tolerance, again))
     return 0 if all(point.holds(tolerance) for point in points) else 1
@@ -560,8 +567,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         one: "installed" if cli.is_installed(one) else cli.not_installed(one) for one in cli.EXTRA
     }
     if ranks is not None:
-        how: Any = {"device": device, "timeout_s": DOCTOR_S}
-        name, seen = launch.launch(doctor.after_a_call, ranks, device, **how)
+        name, seen = launch.launch(
+            doctor.after_a_call, ranks, device, device=device, timeout_s=DOCTOR_S
+        )
         report["engines"][name] = seen
         report["call"] = {"ranks": ranks, "engine": name, "result": "right on every rank"}
     if arguments.json:

@@ -407,7 +407,7 @@ def _measure(
             subject=products.SUBJECT,
             cases=(case,),
             schedules=tuple(map(parse, names)),
-            modes=tuple(mode for mode in modes_of(device, None) if mode != "graph"),
+            modes=modes_of(device, None, graphs=False),
             device=device,
             rounds=200,
             seconds=arguments.seconds or MEASURE_S,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import combinations, takewhile
+from itertools import chain, combinations, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,10 @@ from ficco.problems.products import OPERATORS, Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import NAMED, Schedule
 from ficco.tools import probe
-from ficco.tools.bench.candidates import call, of_problem, parse
-from ficco.tools.bench.candidates import variable as environment
+from ficco.tools.bench.candidates import caller, environment, of_problem, parse
 from ficco.tools.bench.cases import OPERATOR as GATHER
 from ficco.tools.bench.cases import Case
-from ficco.tools.bench.inputs import Operands, exact_calls
+from ficco.tools.bench.inputs import Operands
 from ficco.tools.bench.measure import MeasuredCalls, Stopwatch
 from ficco.tools.tune.communication import slowdowns
 from ficco.tools.tune.effort import GPU
@@ -245,7 +245,6 @@ def uneven_operands(at: Rank, operator: str) -> Operands:
 
 
 def odd(shape: Shape) -> Shape:
-    """Odd sizes."""
     rows, k, n = shape
     return rows - 7, k - 3, n - 1
 
@@ -256,8 +255,8 @@ def exact(
     """Problems of calls of schedules with changing integers, on operands, or on the operands of an
     all-gather of a shape."""
     operands = where if isinstance(where, Operands) else sized(at, where)
-    make = partial(call, operands.problem, operands.a_LK, operands.b_KN, group)
-    return compared(at, group, {name: partial(make, name) for name in schedules}, operands, count)
+    calls = {name: caller(operands, group, name) for name in schedules}
+    return compared(at, group, calls, operands, count)
 
 
 def compared(
@@ -267,15 +266,22 @@ def compared(
     operands: Operands,
     count: int,
 ) -> list[str]:
-    """Problems of calls that read the operands and are enqueued without a wait."""
-    compare = partial(wrong_rows, operands=operands)
-    outcomes = list(exact_calls(calls, operands, count, first=at.iteration, compare=compare))
-    at.iteration += len(outcomes)
+    """Problems of calls that read the operands: all calls ``count`` times, in an order that is
+    shuffled anew each time, since the first has it easiest, and the same on all ranks.
+
+    Every call has integers of its own, so that stale data shows. The left operand is overwritten as
+    soon as a call is enqueued, so that data that is read too late shows, too.
+    """
+    order, outcomes = random.Random(0), []
+    for name in chain.from_iterable(order.sample([*calls], len(calls)) for _ in range(count)):
+        operands.exact(at.iteration)
+        at.iteration += 1
+        outcomes.append((name, wrong_rows(calls[name](), operands)))
     ficco.synchronize(group)
     lines = []
-    for number, one in enumerate(outcomes, 1):
-        if any(wrong := one.wrong.tolist()):
-            line = f"{one.name}, call {number} of {len(outcomes)}: {sum(wrong)} wrong elements"
+    for number, (name, on_device) in enumerate(outcomes, 1):
+        if any(wrong := on_device.tolist()):
+            line = f"{name}, call {number} of {len(outcomes)}: {sum(wrong)} wrong elements"
             where = f", in the rows of ranks {[i for i, n in enumerate(wrong) if n]}"
             lines.append(line + where * (len(wrong) > 1))
     if len(lines) > NAMED_CALLS:
@@ -399,9 +405,7 @@ def sizes(
     variables |= {MACHINE: "", FOLDER: str(Path(at.folder, "no machines"))}
     sizes = [nbytes for nbytes in at.settings.sizes if nbytes % (4 * cols) == 0]
     largest, problems, room = 0, [], ""
-    with ExitStack() as stack:
-        for item in variables.items():
-            stack.enter_context(environment(*item))
+    with environment(**variables):
         for nbytes in sizes:
             if not all(at.gather(_fits(at, nbytes))):
                 room = "; there is no memory for more"
@@ -588,7 +592,7 @@ def timeout(at: Rank, group: ProcessGroup) -> Passed:
         try:
             # Every peer has a lane that waits for it, so that there may be no queue left.
             with ficco.options(timeout_s=limit, on_timeout="raise"):
-                call(operands.problem, operands.a_LK, operands.b_KN, group, all_at_once(at))
+                caller(operands, group, all_at_once(at))()
                 ficco.synchronize(group)
             problems.append(f"a call ended although rank {absent} made none")
         except (SignalTimeout, PeerFailed):  # of this rank, or of one that gave up first
@@ -621,7 +625,7 @@ def way(at: Rank, group: ProcessGroup, variable: str, choice: str, value: str) -
     # A late signal of a pulled copy delays only products of the same call.
     n = min(1024, at.settings.pair_bytes // 2048) if pull else 0
     try:
-        with environment(variable, f"{choice}={value}"):
+        with environment(**{variable: f"{choice}={value}"}):
             calls = proven(at, group, ORDERED, (at.settings.small, count), (at.settings.large, 2))
             rate = gb_per_s(at, group, schedule, at.world - 1, n)
     except (SignalTimeout, RankMismatch, PeerFailed, NotImplementedError):
@@ -652,7 +656,7 @@ def batches(at: Rank, group: ProcessGroup, variable: str) -> Passed:
         at.settle()
         ficco.close(group)  # each way has an engine of its own
         at.settle()
-        with environment(variable, f"copy={value}"):
+        with environment(**{variable: f"copy={value}"}):
             proven(at, group, ORDERED, (at.settings.small, 2))
             if "for want of" in at.engine(group).capabilities().copy:
                 raise NotOffered(at.engine(group).capabilities().copy)

@@ -520,7 +520,6 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any], path: Path) -> None:
-    """Print the results."""
     print(f"Self-test of {report['ranks']} ranks on {report['device']}")
     for result in report["results"]:
         print(f"{result['verdict']:11} {result['check']}: {result['seen'][:SHOWN]}")
@@ -537,7 +536,6 @@ def _summary(report: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """All results as text."""
     results, about = report["results"], report["about"]
     verdicts = [result["verdict"] for result in results]
     later = len(verdicts) - 1 - verdicts.index("failed") if "failed" in verdicts else None

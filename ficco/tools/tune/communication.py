@@ -20,7 +20,13 @@ from ficco.plan import together
 from ficco.problems.products import Problem
 from ficco.runtime.workspace import workspace_of
 from ficco.schedules import Schedule, plan
-from ficco.tools.bench.measure import MeasuredCalls, Times, reduce_scatter, timed_during
+from ficco.tools.bench.measure import (
+    MeasuredCalls,
+    Times,
+    calls_to_cover,
+    contended,
+    reduce_scatter,
+)
 from ficco.tools.tune import fits
 from ficco.tools.tune.effort import Shape
 from ficco.tools.tune.products import reserve, row_of
@@ -269,7 +275,15 @@ def slowdowns(
     ``time`` times calls in a ``share`` of the seconds there are.
     """
     pairs = [pair for move in moves for one in products for pair in ((one, move), (move, one))]
-    series = timed_during(time, {**moves, **products}, pairs, device)
+    calls = {**moves, **products}
+    alone = time(calls, share=0.2, most=7)
+    together = {
+        f"{front} during {back}": contended(
+            calls[front], calls[back], calls_to_cover(alone[front], alone[back]), device
+        )
+        for front, back in pairs
+    }
+    series = time({**calls, **together}, share=0.8)
     return {
         (front, back): fits.slowdown(series[front], series[f"{front} during {back}"])
         for front, back in pairs

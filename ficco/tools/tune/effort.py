@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ficco.problems.products import OPERATORS, Problem
-from ficco.tools.bench.cases import option
 
 KIB, MIB = 1 << 10, 1 << 20
 Sizes = tuple[int, ...]
@@ -102,7 +101,6 @@ class Effort:
             algorithm from size to size.
     """
 
-    name: str
     dtype: str
     gemms: tuple[Shape, ...]
     reference: Shape
@@ -181,7 +179,6 @@ SHAPES = "shapes"
 STEPS = (*_SECONDS, SHAPES)
 
 GPU = Effort(
-    name="gpu",
     dtype="bfloat16",
     gemms=grid(
         (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
@@ -221,7 +218,6 @@ GPU = Effort(
 )  # fmt: skip
 
 CPU = Effort(
-    name="cpu",
     dtype="float32",
     gemms=grid((16, 64, 128, 256, 512), (32, 64, 128, 256), (64, 128, 256, 512), 1.5e8, 28),
     reference=Shape(128, 128, 128),
@@ -250,7 +246,6 @@ EFFORTS = {
     ("cuda", False): GPU,
     ("cuda", True): replace(
         GPU,
-        name="gpu-quick",
         gemms=GPU.gemms[::3],
         seconds={step: most / 5 for step, most in GPU.seconds.items()},
         shape_seconds=GPU.shape_seconds / 5,
@@ -259,7 +254,6 @@ EFFORTS = {
     ("cpu", False): CPU,
     ("cpu", True): replace(
         CPU,
-        name="cpu-quick",
         gemms=CPU.gemms[::2],
         sizes=(*CPU.sizes[:4:2], 1 * MIB),
         products=CPU.products[:1],
@@ -291,22 +285,22 @@ class TuneSettings:
     Attributes:
         path: the machine's file.
         device: ``"cpu"`` or ``"cuda"``.
+        quick: measure for less time, and less exactly.
         only: names of steps; empty for all.
         operators: whose collectives are measured; empty for all. The all-gather always is, since
             collectives that were not measured are derived from it.
         problems: problems whose candidates are all measured.
+        fresh: begin anew instead of continuing an interrupted run.
         command: the command line, for the provenance of the figures.
     """
 
     path: Path
     device: str
-    quick: bool = option("measure for less time, and less exactly", False)
-    only: tuple[str, ...] = option(
-        f"these steps: {', '.join(STEPS)}", (), nargs="+", metavar="STEP", choices=STEPS
-    )
+    quick: bool = False
+    only: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
-    fresh: bool = option("begin anew instead of continuing an interrupted run", False)
+    fresh: bool = False
     command: str = ""
 
     @property
@@ -330,7 +324,8 @@ class TuneSettings:
 
     def describe(self, fingerprint: Any) -> str:
         """Text that another run must share to continue this run."""
-        return f"{fingerprint} {self.effort.name} {' '.join(self.steps)}"
+        kind = "gpu" if self.device == "cuda" else "cpu"
+        return f"{fingerprint} {kind}{'-quick' * self.quick} {' '.join(self.steps)}"
 
     def seconds(self, step: str) -> float:
         """About how long a step takes."""

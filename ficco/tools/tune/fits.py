@@ -1,5 +1,5 @@
 """From measured seconds to the figures of a Machine. Numbers in, numbers out; no device. All raise
-``ValueError`` for measurements that determine too little.
+``ValueError`` for seconds that determine too little. Every effort has enough sizes and rows.
 """
 
 from __future__ import annotations
@@ -106,8 +106,6 @@ def messages(times: Sequence[CopyTime]) -> tuple[float, float]:
     """Latency and bytes per second of messages, from rows of them: ``count`` messages of s bytes
     take a time of their own and ``count * (latency + s / rate)``.
     """
-    if min(len({one.nbytes for one in times}), len({one.count for one in times})) < 2:
-        raise ValueError(f"messages: required two sizes and rows of two lengths, got {times}")
     matrix = np.array([(1.0, one.count, one.count * one.nbytes) for one in times])
     _, latency, per_byte = least_squares(matrix, np.array([one.seconds for one in times]))
     if per_byte <= 0:
@@ -123,10 +121,6 @@ def copies(times: Sequence[CopyTime]) -> CopyFit:
     constant, and no rate is above those of all larger sizes.
     """
     sizes = sorted({one.nbytes for one in times})
-    rows = {size: {one.count for one in times if one.nbytes == size} for size in sizes}
-    if len(sizes) < 2 or max(map(len, rows.values())) < 2:
-        got = f"sizes {sizes} and rows {sorted(set().union(*rows.values()))}"
-        raise ValueError(f"copies: required two sizes and rows of two lengths, got {got}")
     # Unknowns: the time that a copy of each size adds to a row, and the rest, latency - gap.
     matrix = np.zeros((len(times), len(sizes) + 1))
     for i, one in enumerate(times):
@@ -168,8 +162,6 @@ class Enqueued:
 
 def host(times: Sequence[Enqueued]) -> dict[str, float]:
     """Seconds of a call, and of each matmul, copy and signal that it enqueues."""
-    if len(times) < 4:
-        raise ValueError(f"host: required four measurements or more, got {len(times)}")
     matrix = np.array([(o.calls, o.matmuls, o.copies, o.signals) for o in times], float)
     values = least_squares(matrix, np.array([one.seconds for one in times]))
     return dict(zip(("call", "matmul", "copy", "signal"), values, strict=True))
@@ -195,8 +187,6 @@ def attention(
 
 def memory(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Bytes per second and latency, from (bytes read and written, seconds)."""
-    if len(times) < 2:
-        raise ValueError(f"memory: required two sizes or more, got {len(times)}")
     matrix = np.array([(nbytes, 1.0) for nbytes, _ in times])
     per_byte, latency = least_squares(matrix, np.array([seconds for _, seconds in times]))
     if per_byte <= 0:
@@ -246,13 +236,13 @@ class Heat:
         return seconds - np.maximum(0.0, seconds - self.burst) * (1.0 - self.sustained)
 
 
-def heat_of(gemm: Gemm) -> Heat:
-    """The power limit of a machine's block."""
-    return Heat(gemm.burst, gemm.sustained)
-
-
 #: A device whose rows take as long as their products one by one.
 COLD = Heat()
+
+
+def heat_of(gemm: Gemm | None) -> Heat:
+    """The power limit of a machine's block; none without it."""
+    return Heat(gemm.burst, gemm.sustained) if gemm else COLD
 
 
 def heat(times: Sequence[RowTime]) -> Heat:
@@ -263,9 +253,6 @@ def heat(times: Sequence[RowTime]) -> Heat:
     without a limit that shows (:data:`LEAST_HEAT`, :data:`MOST_LEFT`) gets infinite and 1.
     """
     rows = {one.product: [r for r in times if r.product == one.product] for one in times}
-    lengths = {name: sorted({one.count for one in of}) for name, of in rows.items()}
-    if max(map(len, lengths.values()), default=0) < 3:
-        raise ValueError(f"heat: required rows of three lengths of a product, got {lengths}")
     pairs = [np.array([(one.count, one.seconds) for one in of]).T for of in rows.values()]
 
     def errors(bursts: np.ndarray, shares: np.ndarray) -> np.ndarray:
@@ -333,17 +320,24 @@ class Sample:
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of a model on samples: ``|predicted / measured - 1|``."""
+    """Relative errors of predictions: ``|predicted / measured - 1|``."""
 
     median: float
     mean: float
     worst: float
 
+    @classmethod
+    def of(cls, predicted: Any, measured: Sequence[float]) -> Errors:
+        off = np.abs(np.divide(predicted, measured) - 1)
+        return cls(float(np.median(off)), float(off.mean()), float(off.max()))
+
+    def __str__(self) -> str:
+        return f"{self.median:.1%} median, {self.mean:.1%} mean, {self.worst:.1%} worst"
+
 
 def errors(gemm: Gemm, samples: Sequence[Sample]) -> Errors:
     """How far a model is from samples."""
-    off = np.abs(_predict(gemm, _columns(samples)) / [s.seconds for s in samples] - 1)
-    return Errors(float(np.median(off)), float(off.mean()), float(off.max()))
+    return Errors.of(_predict(gemm, _columns(samples)), [s.seconds for s in samples])
 
 
 def fit(
@@ -369,12 +363,9 @@ def fit(
         known: a model of the same device, for the shares of dtypes without samples and for the
             power limit. Samples are of a device below its power limit.
     """
-    if not samples:
-        raise ValueError("samples: required at least one measured product, got none")
-    for sample in samples:
-        if min(sample.m, sample.n, sample.k, sample.batch) < 1 or not 0 < sample.seconds < np.inf:
-            raise ValueError(f"samples: required sizes and seconds above 0, got {sample}")
     columns, seconds = _columns(samples), np.array([s.seconds for s in samples])
+    if not ((seconds > 0) & np.isfinite(seconds)).all():
+        raise ValueError(f"samples: required seconds above 0, got {seconds.min():g}")
     sizes = sorted({s.itemsize for s in samples})
     m, n, k, batch, itemsize, *_ = columns
     rates = 2.0 * batch * m * n * k / seconds
@@ -403,10 +394,8 @@ def fit(
 
     def gemm_of(x: Any) -> Gemm:
         factors = np.exp(x).tolist()
-        values: dict[str, Any] = {
-            name: getattr(guess, name) * factor
-            for name, factor in zip(names, factors, strict=False)
-        }
+        named = zip(names, factors, strict=False)
+        values = {name: getattr(guess, name) * factor for name, factor in named}
         values["efficiency"] = min(values["efficiency"], 1.0)
         others = zip(guess.shares[1:], factors[len(names) :], strict=True)
         shares = [(size, share * factor) for (size, share), factor in others]

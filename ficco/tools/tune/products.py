@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from ficco.schedules import Schedule
 from ficco.tools.bench.measure import MeasuredCalls, Stopwatch
 from ficco.tools.tune import fits
 from ficco.tools.tune.effort import EFFORTS, Attends, Shape
-from ficco.tools.tune.fits import Sample, errors, fit
+from ficco.tools.tune.fits import Errors, Sample, errors, fit
 from ficco.tools.tune.site import Site
 
 #: The operator and schedule that show whether an engine's library has a recipe.
@@ -71,8 +71,7 @@ def scaled(site: Site, recipe: str) -> Gemm | str:
     own = scaled_site(site, recipe)
     if isinstance(own, str):
         return own
-    gemm = site.machine.gemm
-    heat = fits.heat_of(gemm) if gemm else fits.COLD
+    heat = fits.heat_of(site.machine.gemm)
     measured = samples(own, own.effort.gemms, row_of, heat, step=SCALED_PRODUCTS[recipe])
     return fitted(own, measured, heat, "burst and sustained as of gemm")
 
@@ -117,8 +116,7 @@ def tiled(site: Site) -> Gemm | str:
 
 def experts(site: Site) -> Gemm:
     """Batches of products with a matrix each."""
-    known = site.machine.gemm
-    heat = fits.heat_of(known) if known else fits.COLD
+    known, heat = site.machine.gemm, fits.heat_of(site.machine.gemm)
     measured = samples(site, site.effort.experts, row_of, heat, step="experts")
     peak = known.peak if known is not None and site.watch.on_gpu else None
     return fitted(site, measured, heat, "burst and sustained as of gemm", peak=peak, known=known)
@@ -128,14 +126,13 @@ def fitted(site: Site, measured: list[Sample], heat: fits.Heat, note: str, **kno
     """The model fitted to samples; ``known``: arguments of :func:`ficco.tools.tune.fits.fit`."""
     model = fit(measured, units=units(site), **known)
     error = errors(model, measured)
-    errs = f"{error.median:.1%} median, {error.mean:.1%} mean, {error.worst:.1%} worst"
-    note = f"{len(measured)} products of {site.effort.dtype}, errors {errs}; {note}"
+    note = f"{len(measured)} products of {site.effort.dtype}, errors {error}; {note}"
     source = site.provenance("fitted", note)
     return replace(model, burst=heat.burst, sustained=heat.sustained, provenance=source)
 
 
 #: Measures a block of products that a machine need not have.
-MORE: dict[str, Callable[[Site], Gemm | None]] = {
+MORE: dict[str, Callable[[Site], Gemm | str]] = {
     **{block: partial(scaled, recipe=recipe) for recipe, block in SCALED_PRODUCTS.items()},
     "experts": experts,
 }
@@ -154,10 +151,8 @@ def refitted(watch: Stopwatch, machine: Machine, more: Sequence[str] = ()) -> Ma
     site = Site(watch, effort, machine, source)
     site.machine = replace(machine, gemm=gemm(site))
     measured = {"tiled": tiled(site), **{block: MORE[block](site) for block in more}}
-    blocks: dict[str, Any] = {
-        name: None if isinstance(block, str) else block for name, block in measured.items()
-    }
-    return replace(site.machine, **blocks)
+    skipped = dict.fromkeys(name for name, block in measured.items() if isinstance(block, str))
+    return replace(site.machine, **measured | skipped)
 
 
 Row = Callable[[MeasuredCalls, Shape, int], Callable[[], Any]]
@@ -274,11 +269,9 @@ def attention(site: Site) -> AttentionCalls:
     backward_of = {"backward": backwards, "backward_start": more}
     model = partial(AttentionCalls, start, block, shares, **backward_of)
     times = partial(model(site.provenance("fitted", "")).times, gemm, site.itemsize)
-    taken = zip(counted, seconds, strict=True)
-    errors = [abs(times(*one)[0] / took - 1) for one, took in taken]
-    note = f"{len(calls)} calls of {site.effort.dtype}, errors {median(errors):.1%} median, "
-    note += f"{mean(errors):.1%} mean, {max(errors):.1%} worst; burst and sustained as of gemm"
-    return model(site.provenance("fitted", note))
+    error = Errors.of([times(*one)[0] for one in counted], seconds)
+    note = f"{len(calls)} calls of {site.effort.dtype}, errors {error}; "
+    return model(site.provenance("fitted", note + "burst and sustained as of gemm"))
 
 
 def call_of(call: Attends) -> LibraryCall:
@@ -288,18 +281,16 @@ def call_of(call: Attends) -> LibraryCall:
 
 
 def rectangle_of(call: Attends) -> Rectangle:
-    """The rectangle of a call."""
     return Rectangle(0, call.queries, 0, call.keys, None, 0 if call.causal else None)
 
 
 def attention_seconds(site: Site, attends: Sequence[Attends]) -> list[float]:
     """Seconds of calls, without the pace of the device's temperature."""
-    parts, gemm = site.parts(), site.machine.gemm
+    parts, heat = site.parts(), fits.heat_of(site.machine.gemm)
     reserve(parts, (site.effort.reference,))
     parts.matrix("q", max(one.queries * one.heads * one.size for one in attends), 1)
     parts.matrix("kv", max(2 * one.keys * one.kv_heads * one.size for one in attends), 1)
     calls = {str(i): attention_call(parts, one) for i, one in enumerate(attends)}
-    heat = fits.heat_of(gemm) if gemm else fits.COLD
     seconds = cold_seconds(site, parts, calls, heat, "attention")
     return [seconds[str(i)] for i in range(len(attends))]
 

@@ -279,12 +279,11 @@ class _TuningRun:
             title, began = f"[{number}/{steps}] {name}", time.monotonic()
             site = Site(watch, settings.effort, machine, self._source)
             past = whole - sum(rest.values())
-            with bar(self.console, title, whole, past) as show:
 
-                def tick(action: str, past=past, own=own, began=began, show=show) -> None:
-                    show(past + min(time.monotonic() - began, own), action)
+            def done(past: float = past, own: float = own, began: float = began) -> float:
+                return past + min(time.monotonic() - began, own)
 
-                site.tick = tick
+            with bar(self.console, title, whole, done) as site.tick:
                 measured, why = watch.together(partial(self._measure, name, site), named=True)
             watch, closing = self._after(watch, bool(why))
             spent = time.monotonic() - began

@@ -99,7 +99,6 @@ class Site:
 
 
 def cores() -> int:
-    """Cores that this process can use."""
     return len(os.sched_getaffinity(0))
 
 
