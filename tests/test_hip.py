@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,6 +50,7 @@ from test_gradients import test_backwards_of_two_groups_at_once
 
 import ficco
 import ficco.dma.gpu
+import ficco.dma.host
 from ficco.dma.memories import GATE
 from ficco.hip_kernels import build
 from ficco.hip_kernels.launch import Packed, SignalWords
@@ -403,6 +405,24 @@ def test_memory_that_outlives_its_group_is_freed_later(at: Rank) -> None:
             at.barrier()
         del tensor
         exact(at, equal(2, 8, 8, 8, schedule="growing"), 0, groups[2])
+
+
+@on_double(2)
+def test_memory_that_a_peer_may_map_is_not_freed(at: Rank) -> None:
+    """Rank 0 fails after rank 1 has got its handle."""
+    exact(at, equal(2, 8, 8, 8, schedule="growing"), 0)
+    gather = ficco.dma.host.Meeting.gather
+
+    def interrupted(meeting: Any, data: bytes) -> list[bytes]:
+        gathered = gather(meeting, data)
+        if at.rank == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.2)
+        return gathered
+
+    with mock.patch.object(ficco.dma.host.Meeting, "gather", interrupted):
+        with pytest.raises(KeyboardInterrupt) if at.rank == 0 else nullcontext():
+            ficco.empty((4, 4))
 
 
 # Signals and copies, by the features of the machine and the requests in FICCO_HIP.

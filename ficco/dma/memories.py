@@ -340,7 +340,10 @@ class Shared:
             )  # the flag: all is unmapped
             self._shared = self._meeting.gather(shared)
         except BaseException:
-            self._meeting = None
+            if self._meeting is not None:  # peers may have the handles
+                self._graveyard.living.append(self)
+                self.free()
+                raise
             with contextlib.suppress(BackendError):  # raise the first error
                 free_unshared(partial(self._handles.free, address) for address in self.mine)
             raise

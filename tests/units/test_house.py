@@ -23,27 +23,27 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3505, 1840),
-    "dma": (7445, 4165),
-    "heuristics": (1615, 725),
-    "hip_kernels": (1310, 630),
+    "compute": (3500, 1835),
+    "dma": (7430, 4170),
+    "heuristics": (1600, 720),
+    "hip_kernels": (1205, 575),
     "integrations": (985, 500),
     "machine": (1460, 640),
-    "nn": (2200, 1050),
-    "ops": (6000, 2790),
-    "passes": (1965, 1165),
+    "nn": (2195, 1055),
+    "ops": (5920, 2755),
+    "passes": (1975, 1170),
     "plan": (1110, 540),
-    "problems": (2440, 1100),
-    "proof": (1795, 1245),
+    "problems": (2425, 1090),
+    "proof": (1810, 1250),
     "runtime": (1990, 1130),
-    "schedules": (4705, 2765),
-    "simulate": (1260, 820),
-    "tools": (13810, 7760),
+    "schedules": (4680, 2760),
+    "simulate": (1255, 820),
+    "tools": (13640, 7680),
     "__init__.py": (195, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
     "api.py": (360, 125),
-    "errors.py": (300, 105),
+    "errors.py": (295, 105),
     "fsdp.py": (500, 285),
     "options.py": (220, 100),
     "tile.py": (95, 20),
@@ -51,7 +51,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     # Of the package.
     "files": 165,
     "loose files": 9,
-    "lines of the longest file": 900,
+    "lines of the longest file": 897,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
     "files that name hosts": 34,
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 40_005
+LINES_OF_TESTS = 40_145
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
