@@ -156,12 +156,10 @@ def explain(
         if not _is_size(number):
             raise ValueError(f"{name}: required a whole number of at least 0, got {number!r}")
     sizes |= {name: int(number) for name, number in numbers.items() if name in sizes}
-    world, hosts = int(world), int(hosts)
-    per_host = world // hosts if 0 < hosts <= world else world
-    this_host = fingerprint("cuda" if gpu.is_available() else "cpu", per_host)
-    setting = where(machine, per_host, this_host, captured=captured)
     name = str(dtype).removeprefix("torch.")
-    problem = problem_of(operator, world, name, sizes, rows=rows, hosts=hosts)
+    problem = problem_of(operator, int(world), name, sizes, rows=rows, hosts=int(hosts))
+    this_host = fingerprint("cuda" if gpu.is_available() else "cpu", problem.local_world)
+    setting = where(machine, problem.local_world, this_host, captured=captured)
     return decide(problem, schedule, machine=setting.machine, mode=setting.mode)
 
 

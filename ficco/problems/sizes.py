@@ -244,7 +244,7 @@ def problem_of(
         needed = ", ".join(askable.required)
         raise InvalidArgument(missing[0], f"required, since {operator} needs {needed}; got none")
     if world < 1:
-        raise InvalidArgument("world", f"required at least 1, got {world}")
+        raise InvalidArgument("world", f"required at least 1 rank, got {world}")
     values = {name: size.default for name, size in askable.sizes.items()} | dict(sizes)
     for name, value in values.items():
         askable.sizes[name].check(name, value)
