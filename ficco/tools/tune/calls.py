@@ -99,7 +99,6 @@ def _medians(series: Mapping[str, Times]) -> dict[str, float]:
 
 
 def thresholds(site: Site) -> Thresholds:
-    site.needs_peers()
     observed = []
     for m, n, k in site.effort.rule:
         rows = (m // site.world,) * site.world

@@ -54,7 +54,7 @@ def copies(site: Site) -> Copies:
     """Copies by copy engines; their number is the engine's, else the file's."""
     said = workspace_of(site.watch.group, site.watch.device).engine.copy_engines()
     known = site.machine.copies
-    engines = said or (known.engines if known is not None else max(site.world - 1, 1))
+    engines = said or (known.engines if known is not None else site.world - 1)
     return _copies(site, "copies", "dma", engines)
 
 
@@ -62,7 +62,7 @@ def kernel_copies(site: Site) -> Copies | str:
     """Copies by the kernel, with at most a queue per peer, or the reason to skip them."""
     if not copies_by_kernel(site):
         return "no kernel copies on this device"
-    queues, share = max(site.world - 1, 1), 1.0 - IN_FRONT_SHARE
+    queues, share = site.world - 1, 1.0 - IN_FRONT_SHARE
     block = _copies(site, "kernel_copies", "kernel", queues, share)
     return replace(block, in_front=in_front(site, block))
 
@@ -74,7 +74,6 @@ def copies_by_kernel(site: Site) -> bool:
 
 
 def _copies(site: Site, step: str, mover: str, engines: int, share: float = 1.0) -> Copies:
-    site.needs_peers()
     sizes = site.effort.sizes
     fit = fits.copies(copy_times(site, sizes, site.effort.pieces, step, mover, share))
     turn = "peer after peer" if mover == "dma" else "small ones to all peers at once"
@@ -140,7 +139,6 @@ def in_front(site: Site, copies: Copies) -> float:
 
 
 def topology(site: Site) -> Topology:
-    site.needs_peers()
     parts, size = site.parts(), max(site.effort.sizes)
     peers = site.world - 1
     calls = {"one": parts.copies(ONE_BY_ONE, size)}
@@ -165,7 +163,6 @@ def topology(site: Site) -> Topology:
 
 def collective(site: Site, name: str) -> Collective:
     """The curve of a collective of the library, by the name of its block."""
-    site.needs_peers()
     make, unit = EXCHANGES[name]
     parts, sizes = site.parts(), site.effort.exchanges
     make(parts, max(sizes))  # grows the memory that all are cut from
@@ -244,7 +241,6 @@ def network(site: Site) -> Network | str:
 
 
 def contention(site: Site) -> Contention:
-    site.needs_peers()
     parts, shapes, traffic = site.parts(), site.effort.products, site.effort.traffic
     reserve(parts, shapes)
     products = {str(shape): parts.matmul(*shape[:3]) for shape in shapes}

@@ -235,7 +235,7 @@ class Outcome:
 
 
 def tune(settings: TuneSettings) -> Outcome:
-    """Measure and save; collective. The outcome is the same on every rank."""
+    """Measure and save; collective, of two ranks or more. The outcome is the same on every rank."""
     with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
         return _TuningRun(settings).run()
 
@@ -424,15 +424,15 @@ class Point:
 
 
 def check(machine: Machine, device: str) -> list[Point]:
-    """Measure a few points of a machine on ``"cpu"`` or ``"cuda"``; collective. The same on every
-    rank."""
+    """Measure a few points of a machine on ``"cpu"`` or ``"cuda"``; collective, of two ranks or
+    more. The same on every rank."""
     watch = Stopwatch(dist.group.WORLD, local_device(device))
     site = Site(watch, EFFORTS[device, True], machine, lambda kind, note: Provenance(kind))
     points: list[Point] = []
     with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"):
         for block, points_of in CHECKED.items():
             model = getattr(machine, block)
-            if model is not None and (watch.world > 1 or block not in BETWEEN_RANKS):
+            if model is not None:
                 points += points_of(site, block, model)
                 watch.release()
         points += _calls(site)
@@ -514,7 +514,7 @@ def _memory(site: Site, block: str, model: Any) -> Iterator[Point]:
     yield Point(block, f"{size >> 20} MiB", stored, now.latency + size / now.bandwidth)
 
 
-#: The blocks that are checked, and those that two ranks or more have.
+#: The blocks that are checked.
 CHECKED: dict[str, Callable[[Site, str, Any], Iterator[Point]]] = {
     "gemm": _gemm,
     **dict.fromkeys(SCALED_PRODUCTS.values(), _scaled),
@@ -524,13 +524,12 @@ CHECKED: dict[str, Callable[[Site, str, Any], Iterator[Point]]] = {
     **dict.fromkeys(COLLECTIVES.values(), _collective),
     "memory": _memory,
 }
-BETWEEN_RANKS = ("copies", *COLLECTIVES.values())
 
 
 def _calls(site: Site) -> Iterator[Point]:
     """Whole calls, as the simulation predicts them from all blocks together."""
     mode = site.watch.mode
-    if site.world < 2 or lacking(site.machine, mode):
+    if lacking(site.machine, mode):
         return
     m, n, k = site.effort.rule[-1]
     rows = (m // site.world,) * site.world

@@ -66,15 +66,6 @@ class Site:
         """Whether ranks share their cores, so that all are busy during a call."""
         return not self.watch.on_gpu and self.world >= cores()
 
-    def needs_peers(self) -> None:
-        """Refuse a single rank.
-
-        Raises:
-            ValueError: there is one.
-        """
-        if self.world < 2:
-            raise ValueError("ranks: required two or more to measure what passes between them")
-
     def time(self, step: str, calls: dict[str, Any], **how: Any) -> dict[str, Times]:
         """Time calls in the seconds of a step, or in a ``share`` of them; the rest of ``how`` as
         :meth:`Stopwatch.time` takes it.
