@@ -38,11 +38,11 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "runtime": (1990, 1130),
     "schedules": (4680, 2760),
     "simulate": (1255, 820),
-    "tools": (13640, 7680),
+    "tools": (13625, 7670),
     "__init__.py": (195, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
-    "api.py": (360, 125),
+    "api.py": (360, 120),
     "errors.py": (295, 105),
     "fsdp.py": (500, 285),
     "options.py": (220, 100),
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 40_145
+LINES_OF_TESTS = 40_150
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
