@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 import ficco
 from ficco.heuristics.families import EXPERTS as EXPERTS_FAMILY
-from ficco.ops.experts import spread as spread_rows
 from ficco.ops.experts import weighted_sum
 from ficco.problems.sizes import problem_of
 from ficco.problems.specification import AnyProblem
@@ -158,7 +157,10 @@ def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:
     how = {"capacity": data.capacity, "group": data.group}
     slots = ficco.route(data.indices, data.case.experts, **how).slots()
     rows = data.case.experts * data.capacity
-    sent = spread_rows(data.tokens, slots, rows)
+    blocks_of_rows = data.tokens.new_zeros(rows + 1, data.tokens.shape[1])
+    for choice in slots.unbind(1):  # pairs without a row take the last one, which is cut off
+        blocks_of_rows.index_copy_(0, choice, data.tokens)
+    sent = blocks_of_rows[:-1]
     moved = exchanged(sent, data.group) if travels else sent
 
     def turned(blocks: torch.Tensor, first: int, second: int) -> torch.Tensor:
