@@ -203,7 +203,7 @@ def links() -> dict[str, Any]:
     tool = ["nvidia-smi", "topo", "-m"]
     if torch.version.hip:
         tool = ["amd-smi", "topology"] if shutil.which("amd-smi") else ["rocm-smi", "--showtopo"]
-    how = {"text": True, "stderr": subprocess.DEVNULL, "timeout": TOOL_S}
+    how: Any = {"text": True, "stderr": subprocess.DEVNULL, "timeout": TOOL_S}
     said = _tried(partial(subprocess.check_output, tool, **how))
     return {"peer access": access, "topology": said.strip()}
 
@@ -280,7 +280,7 @@ def _own_group(device: torch.device) -> Iterator[None]:
         yield
         return
     on_gpu = device.type == "cuda"
-    options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    options: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     options["device_id"] = device if on_gpu else None
     dist.init_process_group("nccl" if on_gpu else "gloo", **options)
     try:
@@ -331,6 +331,7 @@ def _auto(ranks: int | None, device: str | None) -> str:
     whose = f"for {ranks} rank{'s' * (ranks > 1)} on {here.accelerator}"
     if decision.source == "fallback" or ranks == 1:
         return f"{whose}: {decision.schedule}, since {decision.reason}"
+    assert place.machine is not None  # else the source is the fallback
     return (
         f"{whose}: by the figures of {place.machine.name} ({place.machine.source}); `ficco "
         "explain` says what it takes for a problem and why"

@@ -147,7 +147,7 @@ def launch(
     # This process hosts the store, so that it outlives any rank that fails. A socket of the store's
     # own would listen on all interfaces; with libuv PyTorch 2.6 takes no other socket.
     server = socket.create_server(("127.0.0.1", 0))
-    how = {"wait_for_workers": False, "use_libuv": False}
+    how: dict[str, Any] = {"wait_for_workers": False, "use_libuv": False}
     at = server.getsockname()
     store = dist.TCPStore(*at, None, True, master_listen_fd=server.detach(), **how)
     # Ranks are forks of a process that has imported torch but uses no device: they start in
@@ -298,7 +298,9 @@ def _rank(pipe: Connection, port: int, place: Place, call: Callable[[], Any]) ->
 
 def _end_with_parent() -> None:
     """Kill this process once its parent is gone, however that ended."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -104,7 +104,7 @@ def attribute(engine: str, name: str, device: torch.device, rank: int) -> int:
     """An attribute of this rank's device."""
     index = torch.cuda.current_device() if engine == "cuda" else _device(device, rank)
     # Only the module of this machine's vendor can be imported.
-    binding = import_module(f"ficco.dma.{'cuda_driver' if engine == 'cuda' else 'hip_api'}")
+    binding: Any = import_module(f"ficco.dma.{'cuda_driver' if engine == 'cuda' else 'hip_api'}")
     return int(binding.attribute(name, index))
 
 

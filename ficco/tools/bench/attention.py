@@ -104,8 +104,10 @@ def attended(heads: Heads, rectangles: Sequence[Rectangle], scale: float) -> lis
 def gather(problem: AttentionProblem, operands: AttentionOperands, group: ProcessGroup) -> Any:
     """Keys and values of all ranks, as their shards follow each other: [S, 2, batch, heads,
     size]."""
-    whole = operands.kv.new_empty(problem.length, *operands.kv.shape[1:])
-    all_gather(whole, operands.kv, group=group)
+    mine = operands.kv
+    assert mine is not None
+    whole = mine.new_empty(problem.length, *mine.shape[1:])
+    all_gather(whole, mine, group=group)
     return whole
 
 
@@ -303,7 +305,7 @@ class AttentionData(Workload):
             return gather_then_attend(base, self.operands, group, self.scale, self._merge())
 
         def by_pytorch() -> Any:
-            how = {"is_causal": base.causal, "scale": self.scale}
+            how: Any = {"is_causal": base.causal, "scale": self.scale}
             how["enable_gqa"] = base.heads != base.kv_heads
             return F.scaled_dot_product_attention(*self.operands[:3], **how)
 
@@ -369,10 +371,10 @@ class AttentionData(Workload):
         return lambda: attended(Heads(q, kv[0], kv[1]), rectangles, base.size**-0.5)
 
     def _by_ficco(self, schedule: str) -> Any:
-        how = {"causal": self.case.causal, "scale": self.scale, "schedule": schedule}
+        how: Any = {"causal": self.case.causal, "scale": self.scale, "schedule": schedule}
         if self.case.operator == GATHERS:
             how["placement"] = self.case.placement
-        operator = getattr(ficco, self.case.operator)
+        operator: Any = getattr(ficco, self.case.operator)
         return operator(*self.operands[:3], group=self.watch.group, **how)
 
     def others(self, call: Callable[[], Any]) -> float:

@@ -519,8 +519,8 @@ def _fused_name(problem: Problem) -> str:
 def _pytorch_scaled(op: Callable[..., Any], operands: Operands, group: str) -> Any:
     """A call of PyTorch's fused operator for operands with scales."""
     a, b, (of_a, of_b) = operands.a_LK, operands.b_KN, operands.scales.values()
-    out_dtype = getattr(torch, operands.problem.out_dtype)
-    how = (a, b, of_a, of_b, "sum", 0, 0, group, [len(a), b.shape[1]])
+    out_dtype: Any = getattr(torch, operands.problem.out_dtype)
+    how: Any = (a, b, of_a, of_b, "sum", 0, 0, group, [len(a), b.shape[1]])
     if operands.problem.kind.scatters:
         return op(*how, None, None, out_dtype, False)
     how = (a, [b], of_a, [of_b], 0, group, [None], [None], [out_dtype], [False])
@@ -535,8 +535,8 @@ def _quack_tilings(problem: Problem) -> list[tuple[int, int, int, int, bool]]:
 def _quack(_: BenchCandidate, operands: Operands, group: ProcessGroup) -> Runner:
     """QuACK's gather by copy engines. The tiles of its GEMM wait for the gather. The tiling is the
     fastest of ``QUACK_TILINGS`` for the whole product."""
-    library = import_module("quack.gemm")
-    transport = import_module("quack.distributed")
+    library: Any = import_module("quack.gemm")
+    transport: Any = import_module("quack.distributed")
     a, b = operands.a_LK, operands.b_KN
     gathering = transport.AllGatherRunner(*a.shape, a.dtype, group, a.device)
     out = a.new_empty(operands.problem.m, b.shape[1])

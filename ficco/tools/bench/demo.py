@@ -258,6 +258,7 @@ def _over_hosts(group: ProcessGroup, device: torch.device) -> pd.DataFrame | Non
     if device.type != "cpu" or group.size() % HOSTS or group.size() < 2 * HOSTS:
         return None
     apart = dist.new_group(list(range(group.size())))
+    assert isinstance(apart, ProcessGroup)
     host = f"demo {group.rank() * HOSTS // group.size()}"
     with environment(**{VARIABLE: host}), closing(Stopwatch(apart, device)) as watch:
         rows = [

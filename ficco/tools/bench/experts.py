@@ -97,7 +97,7 @@ class ExpertData(Workload):
         self.case = replace(case, capacity=self.capacity)
 
     @property
-    def problem(self) -> AnyProblem:
+    def problem(self) -> AnyProblem:  # type: ignore[override]
         sizes = {"experts": self.case.experts, "capacity": self.capacity, "k": self.case.k}
         sizes |= {"h": self.case.inner, "n": self.case.k}
         return problem_of("experts", self.group.size(), self.case.dtype, sizes)
@@ -146,7 +146,7 @@ class ExpertData(Workload):
 def _grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> Any:
     """Grouped products of rows with the matrices of their experts. ``ends``: end row of each
     expert."""
-    grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    grouped: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
     return grouped(rows, weights, offs=ends)
 
 
@@ -154,7 +154,7 @@ def by_blocks(data: ExpertData, travels: bool = True) -> torch.Tensor:
     """Exchange and multiply in turn, with blocks of a fixed capacity; without ``travels``, skip
     both exchanges."""
     world, each = data.group.size(), data.up.shape[0]
-    how = {"capacity": data.capacity, "group": data.group}
+    how: Any = {"capacity": data.capacity, "group": data.group}
     slots = ficco.route(data.indices, data.case.experts, **how).slots()
     rows = data.case.experts * data.capacity
     blocks_of_rows = data.tokens.new_zeros(rows + 1, data.tokens.shape[1])
@@ -215,7 +215,7 @@ def by_ficco(data: ExpertData, schedule: str, exact: bool = False) -> torch.Tens
     """Call ficco with blocks of a fixed capacity, or with exact row counts: the host then waits
     for the counts."""
     operands = data.tokens, data.indices, data.weights, data.up, data.down
-    how = {"activation": data.activation, "group": data.group, "schedule": schedule}
+    how: Any = {"activation": data.activation, "group": data.group, "schedule": schedule}
     return ficco.experts(*operands, capacity=None if exact else data.capacity, **how)
 
 

@@ -102,7 +102,7 @@ def read_text(path: Path, required: Sequence[str] = ()) -> pd.DataFrame:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # rows longer than the header
             # The other engine does not tell a row that was cut off from one with empty cells.
-            how = {"keep_default_na": False, "index_col": False, "engine": "python"}
+            how: Any = {"keep_default_na": False, "index_col": False, "engine": "python"}
             cells = pd.read_csv(path, dtype=object, **how)
     except OSError as error:
         raise ConfigError(str(path), "file", f"cannot be read: {error.strerror}") from None
@@ -281,7 +281,7 @@ def commit() -> str:
     """The commit of the checkout that ficco is imported from; empty outside of one."""
     folder = Path(__file__).resolve().parent
     git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
-    how = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
+    how: dict[str, Any] = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 10}
     with suppress(OSError, subprocess.SubprocessError):
         return str(subprocess.check_output(git, **how)).strip()
     return ""
@@ -385,7 +385,7 @@ def bar(
         TextColumn(text, markup=False) for text in ("{task.fields[title]}", "{task.description}")
     )
     columns = title_column, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(), action
-    how = {"transient": True, "disable": not console.is_terminal}
+    how: Any = {"transient": True, "disable": not console.is_terminal}
     with Progress(*columns, console=console, **how) as shown:
         task = shown.add_task("", total=total, completed=done(), title=title)
         yield lambda action: shown.update(task, completed=done(), description=action)

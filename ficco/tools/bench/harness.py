@@ -404,7 +404,8 @@ class _Bench:
             checked = work.checked(graph, tick)
             work.fill(settings.seed)
             timed = [one for one in checked if one.runner is not None]
-            watch.settle([one.runner for one in timed if one.schedule], work.dtype)
+            ours = [one.runner for one in timed if one.runner is not None and one.schedule]
+            watch.settle(ours, work.dtype)
             work.annotate(checked)
             spent = time.monotonic() - began
             self.preparing = max(self.preparing, spent)
@@ -412,17 +413,17 @@ class _Bench:
                 Item(mode, one.name, one.runner, one.replay if mode == "graph" else None)
                 for mode in settings.modes
                 for one in timed
-                if mode != "graph" or one.replay is not None
+                if one.runner is not None and (mode != "graph" or one.replay is not None)
             ]
             # The first preparation is that of the libraries, too, and no reason for few rounds.
             seconds = max(share - spent, share * LEAST_SHARE)
-            how = {"most": settings.rounds, "seed": settings.seed + number}
+            how: dict[str, Any] = {"most": settings.rounds, "seed": settings.seed + number}
             done, times = watch.rounds(items, seconds=seconds, tick=tick, **how)
         rows = self._rows(work, shape, checked, dict(zip(items, times, strict=True)), done)
         if settings.timelines and number == 0:
-            calls = {}
+            calls: dict[str, Callable[[], Any]] = {}
             for one in timed:
-                if one.schedule:
+                if one.runner is not None and one.schedule:
                     calls.setdefault(one.schedule, one.runner.run)
             timelines = timelines_of(calls, watch)
             if watch.rank == 0:  # drawn, and written for Perfetto and for ``ficco plot``
@@ -468,6 +469,7 @@ class _Bench:
 
 def tables(subject: Subject, rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
     """The figures of each mode as text."""
+    assert subject.heads is not None
     for mode, timed in rows[rows["status"] == "ok"].groupby("mode", sort=False):
         text = timed.astype(str)
         way = text["way"]
@@ -545,7 +547,7 @@ def timelines_of(calls: Mapping[str, Callable[[], Any]], watch: Stopwatch) -> li
             if len(seen) != 2:  # each call is several, that go by columns
                 continue
             plan, mine = seen[-1]
-            bare = plan.problem  # without its cached attributes, which have functions
+            bare: Any = plan.problem  # without its cached attributes, which have functions
             everyone = watch.gather((replace(plan, problem=replace(bare)), mine))
             plans = [plan for plan, _ in everyone]
             here = fingerprint(watch.device, watch.world).accelerator

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import torch
@@ -139,7 +139,7 @@ class RowParallel(torch.autograd.Function):
 def _by_collectives(layer: Layer, group: ProcessGroup, again: bool) -> Forward:
     def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         y = ColumnParallel.apply(x, first, group, again)
-        return RowParallel.apply(layer.between(y), second, group)
+        return cast(torch.Tensor, RowParallel.apply(layer.between(y), second, group))
 
     return forward
 
@@ -168,7 +168,7 @@ def _traceable(layer: Layer, group: ProcessGroup) -> Forward:
 
     def forward(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         y = gather(x, 0, group) @ first.t()
-        return scatter(layer.between(y) @ second.t(), "sum", 0, group)
+        return cast(torch.Tensor, scatter(layer.between(y) @ second.t(), "sum", 0, group))
 
     return forward
 

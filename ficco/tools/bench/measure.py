@@ -679,6 +679,7 @@ class MeasuredCalls:
 
     def _scaled(self, m: int, n: int, k: int, wide: bool) -> Call:
         """A product of float8 operands; ``wide``: as in :meth:`matmul`."""
+        assert self.scaling is not None
         a, b = self.matrix("a", m, k), self.matrix("b", n, k).t()
         name, dtype = ("sums", torch.float32) if wide else ("out", getattr(torch, self.scaling.out))
         scales = factors(self.scaling.rules, self.device, m, n, k)

@@ -169,6 +169,7 @@ class ProductWork(Workload):
     def graph(self, checked: Checked, pool: Any) -> None:
         """Capture a candidate's call and prove its replays right."""
         runner = checked.runner
+        assert runner is not None
 
         def action() -> tuple[Callable[[], None], bool]:
             with runner.context():

@@ -512,6 +512,7 @@ class ReplayPeers:
         engine, plan = self.engine, program.plan
         every = plans_of(plan, engine.packs_columns)
         coming = arrivals(every, self.machine, self.mode, engine.rank)
+        assert program.slot is not None
         words: Words = program.slot.state.words
         me, peers = engine.rank, [peer for peer in range(engine.world) if peer != engine.rank]
         handed_over = [words.address(peer, me) for peer in peers]
@@ -668,9 +669,11 @@ def proven(run: Callable[[], torch.Tensor], operands: ReplayOperands, workspace:
     """Fill the memory with NaN, then make a call during which the courier copies the peers'
     rows."""
     engine = workspace.engine
+    assert isinstance(engine, ReplayEngine)
     with ficco.options(replay=False):
         run()  # makes the program and its plans known
         program = engine.latest
+        assert program is not None
         for slot in workspace.slots:
             if slot.memory is not None:
                 slot.memory.tensor[slot.data :].fill_(0xFF)
@@ -774,6 +777,7 @@ class ReplayWatch(Stopwatch):
     @property
     def note(self) -> str:
         machine = self.machine
+        assert machine.topology is not None and machine.copies is not None
         rate, latency = machine.topology.bandwidth / 1e9, machine.copies.latency * 1e6
         return (
             f"replay: one GPU plays rank {self.rank} of {self.world}; rows of others arrive as on "
@@ -790,6 +794,7 @@ class ReplayWatch(Stopwatch):
         return ReplayOperands(problem, self.rank, self.device)
 
     def proof(self, call: Callable[[], Any], operands: Operands) -> Callable[[], Any]:
+        assert isinstance(operands, ReplayOperands)
         return partial(proven, call, operands, workspace_of(self.group, self.device))
 
     def settle(self, calls: Sequence[Runner], dtype: torch.dtype) -> None:
@@ -810,7 +815,9 @@ class ReplayWatch(Stopwatch):
 
     @property
     def engine(self) -> ReplayEngine:
-        return workspace_of(self.group, self.device).engine
+        engine = workspace_of(self.group, self.device).engine
+        assert isinstance(engine, ReplayEngine)
+        return engine
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -830,7 +837,7 @@ class ReplayWatch(Stopwatch):
         limit = options.timeout_s or limit_of(self.group, self.device)
         arguments = (self.group, self.device, options.signals, limit)
         name = engine_name(self.device, options.engine)
-        engine = make_engine(name, *arguments, kind=ReplayEngine)
+        engine: Any = make_engine(name, *arguments, kind=ReplayEngine)
         engine.courier = ReplayPeers(engine, self.machine, self._paces)
         if self._paces is None:
             self._paces = engine.courier.measure()

@@ -117,7 +117,7 @@ MODES = ("queued", "idle", "graph")
 SHAPE = ["operator", "case"]
 
 #: Sorts candidates by a ratio: the largest ratio first, equal ratios in their order.
-BEST_FIRST = {"ascending": False, "kind": "stable"}
+BEST_FIRST: dict[str, Any] = {"ascending": False, "kind": "stable"}
 
 #: Figures with geometric means in reports, and their headings.
 RATIOS = {"share": "of ideal", "speedup": "x serial", "vs_pytorch": "x PyTorch"}

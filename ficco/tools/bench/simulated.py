@@ -90,6 +90,7 @@ def draw(decision: Decision, measured: Mapping[str, Mapping[str, float]], path: 
     names = [one.schedule + " *" * (one.schedule == chosen) for one in shown]
     seconds = pd.DataFrame(figures, names, dtype=float)
     machine = described(decision.machine, decision.problem.world // decision.problem.hosts)
+    assert machine is not None  # or nothing could have been predicted
     bound = family_of(decision.problem).ideal(decision.problem, machine) * 1e3
     title = f"{decision.problem} on {decision.machine.name}"
     return bars({"ms": seconds.dropna(axis=1, how="all") * 1e3}, path, title, bound)

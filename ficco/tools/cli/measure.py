@@ -141,8 +141,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
         csv=fresh(arguments.out, arguments.name or named(subject, device, ranks)),
         command=cli.command(),
     )
-    limit = arguments.seconds + BENCH_START_S
-    rows = launch.launch(bench, arguments.ranks, settings, device=device, timeout_s=limit)
+    how: Any = {"device": device, "timeout_s": arguments.seconds + BENCH_START_S}
+    rows = launch.launch(bench, arguments.ranks, settings, **how)
     if rows is None:  # under torchrun, a rank other than 0
         return 0
     if arguments.json:
@@ -279,7 +279,7 @@ def _others(arguments: argparse.Namespace, device: str, kind: str) -> Measuremen
     """Layers, layers of experts, or attention."""
     from ficco.schedules import Schedule
 
-    room = import_module(f"ficco.tools.bench.{kind}")
+    room: Any = import_module(f"ficco.tools.bench.{kind}")
     wanted, names = arguments.operator, arguments.schedules or ()
     shapes_of_kind = [
         one for one in room.SHAPES[device] if getattr(one, "operator", kind) in wanted
@@ -516,8 +516,8 @@ def _check(arguments: argparse.Namespace, device: str, ranks: int, path: Path) -
             f"{path}: required a machine of {here.ranks} ranks of {here.accelerator}, as here, got "
             f"{machine.ranks} of {machine.accelerator}; give another file with --out"
         )
-    limit = 2 * TUNE_START_S
-    points = launch.launch(check, arguments.ranks, machine, device, device=device, timeout_s=limit)
+    how: Any = {"device": device, "timeout_s": TUNE_START_S * 2}
+    points = launch.launch(check, arguments.ranks, machine, device, **how)
     if not launch.own_rank():
         print(report(points, tolerance, again))
     return 0 if all(point.holds(tolerance) for point in points) else 1
@@ -567,9 +567,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         one: "installed" if cli.is_installed(one) else cli.not_installed(one) for one in cli.EXTRA
     }
     if ranks is not None:
-        name, seen = launch.launch(
-            doctor.after_a_call, ranks, device, device=device, timeout_s=DOCTOR_S
-        )
+        how: Any = {"device": device, "timeout_s": DOCTOR_S}
+        name, seen = launch.launch(doctor.after_a_call, ranks, device, **how)
         report["engines"][name] = seen
         report["call"] = {"ranks": ranks, "engine": name, "result": "right on every rank"}
     if arguments.json:

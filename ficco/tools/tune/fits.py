@@ -394,8 +394,10 @@ def fit(
 
     def gemm_of(x: Any) -> Gemm:
         factors = np.exp(x).tolist()
-        named = zip(names, factors, strict=False)
-        values = {name: getattr(guess, name) * factor for name, factor in named}
+        values: dict[str, Any] = {
+            name: getattr(guess, name) * factor
+            for name, factor in zip(names, factors, strict=False)
+        }
         values["efficiency"] = min(values["efficiency"], 1.0)
         others = zip(guess.shares[1:], factors[len(names) :], strict=True)
         shares = [(size, share * factor) for (size, share), factor in others]

@@ -151,8 +151,10 @@ def refitted(watch: Stopwatch, machine: Machine, more: Sequence[str] = ()) -> Ma
     site = Site(watch, effort, machine, source)
     site.machine = replace(machine, gemm=gemm(site))
     measured = {"tiled": tiled(site), **{block: MORE[block](site) for block in more}}
-    skipped = dict.fromkeys(name for name, block in measured.items() if isinstance(block, str))
-    return replace(site.machine, **measured | skipped)
+    blocks: dict[str, Any] = {
+        name: None if isinstance(block, str) else block for name, block in measured.items()
+    }
+    return replace(site.machine, **blocks)
 
 
 Row = Callable[[MeasuredCalls, Shape, int], Callable[[], Any]]
