@@ -486,8 +486,8 @@ class RowParallelLinear(_ParallelLinear):
         if own_kernel(self.weight):
             return self._by_own_kernel(x, rows)
         weight, bias = self.local()
-        kwargs = self._settings | {"rows": rows, "sequence_dim": self.sequence_dim}
-        return scattered_linear(x, weight, bias, **kwargs)
+        dim = self.sequence_dim
+        return scattered_linear(x, weight, bias, **self._settings, sequence_dim=dim, rows=rows)
 
 
 @tells_refusals
@@ -545,8 +545,8 @@ def gathered(
 ) -> tuple[torch.Tensor, ...]:
     """Return the layers' outputs for a plain tensor that fits all of them."""
     weights, biases = zip(*(layer.local() for layer in layers), strict=True)
-    kwargs = layers[0]._settings | {"rows": rows, "sequence_dim": sequence_dim}
-    return gathered_linears(x, weights, biases, **kwargs)
+    settings = layers[0]._settings
+    return gathered_linears(x, weights, biases, **settings, sequence_dim=sequence_dim, rows=rows)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
