@@ -131,10 +131,10 @@ def reduced_linear(
     backward then needs no communication, as in DTensor, in Megatron, and in
     :func:`ficco.matmul_all_reduce` under ``options(all_reduce_gradients="equal")``.
     """
-    _check_biases((weight,), (bias,))
     if recipe is None and _infers(x, weight):
         y = matmul_all_reduce(_rows(x), weight.t(), group=group, schedule=schedule)
         return _biased(_with_batch(y, x), bias)
+    _check_biases((weight,), (bias,))
     refuse_unserved({"x": x, "weight": weight})
     group = process_group(group)
     call = OperatorCall("matmul_all_reduce", group, schedule, None, recipe=recipe_of(recipe))
@@ -159,11 +159,11 @@ def copied_linears(
     :func:`ficco.matmul_all_reduce` for all weights. If there are several, it concatenates them and
     the gradients, which copies both.
     """
-    _check_biases(weights, biases)
     ranks = process_group(group)
     if recipe is None and _infers(x, *weights):
         outs = tuple(torch.nn.functional.linear(x, weight) for weight in weights)
         return tuple(map(_biased, outs, biases))
+    _check_biases(weights, biases)
     refuse_unserved({"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}})
     outs = differentiable(
         _LOCAL,
