@@ -148,7 +148,7 @@ class Schedule:
                 "beta: required the own product last (uniform=False), since it adds itself to the "
                 "sum of all others"
             )
-        several = isinstance(self.pieces, tuple)
+        several = isinstance(self.pieces, tuple)  # sizes of at least 1; a number may be 0
         weights: Any = self.pieces if several else (self.pieces,)
         if not weights or any(not isinstance(one, Integral) or one < several for one in weights):
             raise ValueError(NO_SIZE.format(self.pieces))
