@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +19,7 @@ from ficco.dma.engine import Missing
 from ficco.dma.host import Hosts
 from ficco.errors import BackendError, FiccoError, RankMismatch, SignalTimeout
 from ficco.problems.products import Problem
-from ficco.runtime.watchdog import ENDED_S, PERIOD_S, Watchdog
+from ficco.runtime.watchdog import ENDED_S, PERIOD_S, DriverThread, Watchdog
 from ficco.schedules import NAMED, plan
 
 TIMEOUT_S = 0.4
@@ -41,6 +44,8 @@ class Engine:
 
     def pulse(self, slot: Slot) -> tuple[int, bool]:
         return self.running, self.ending
+
+    begun = pulse
 
     def missing(self, slot: Slot, program: Program) -> Missing:
         return next(
@@ -80,6 +85,7 @@ class Board:
 
 class Workspace:
     calls = 7
+    thread = 0
 
     def __init__(
         self, running: int, ending: bool, error: RankMismatch | None, schedule: str = "growing"
@@ -314,3 +320,140 @@ def test_streams_that_cannot_be_freed_or_an_abort_end_the_process(
     output = capfd.readouterr().err
     assert "SignalTimeout: all_gather_matmul: rank 0 waited" in output
     assert 0 < output.index("left the board") < output.index("on_timeout='abort'")
+
+
+# A driver that does not answer, because another thread of the process is inside it.
+
+#: Limits of the watchdog for such a driver, in seconds.
+SHORT_S = {"ANSWER_S": 4 * PERIOD_S, "RELEASE_S": 8 * PERIOD_S, "CLOSE_S": PERIOD_S}
+
+
+@pytest.fixture
+def block(
+    ended: list[int], monkeypatch: pytest.MonkeyPatch, watch: Watch
+) -> Iterator[Callable[..., None]]:
+    """A function that lets methods of an engine block until the process would end."""
+    free = threading.Event()
+    for name, seconds in SHORT_S.items():
+        monkeypatch.setattr(f"ficco.runtime.watchdog.{name}", seconds)
+    monkeypatch.setattr("os._exit", lambda code: (ended.append(code), free.set()))
+
+    def blocked(method: Callable[..., Any], *args: Any) -> Any:
+        free.wait()
+        return method(*args)
+
+    def block(workspace: Workspace, *names: str) -> None:
+        for name in names:
+            setattr(workspace.engine, name, partial(blocked, getattr(workspace.engine, name)))
+
+    yield block
+    free.set()
+
+
+@pytest.mark.parametrize("first", ["pulse", "missing"])
+@pytest.mark.parametrize(("gone", "silent", "peer"), [([1], [2], 1), ([], [2], 2), ([], [], None)])
+def test_a_driver_that_does_not_answer_hides_no_stuck_call(
+    first: str,
+    gone: list[int],
+    silent: list[int],
+    peer: int | None,
+    ended: list[int],
+    watch: Watch,
+    block: Callable[..., None],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The error comes first, then the end of the process, whose streams cannot be freed."""
+    workspace = watch(running=0, timeout_s=3600 if gone else TIMEOUT_S)
+    workspace.board.ended_ranks, workspace.board.stopped = set(gone), silent
+    block(workspace, *(("pulse", "missing") if first == "pulse" else ("missing",)), "release")
+    workspace.engine.running = 7
+    assert soon(lambda: workspace.error)
+    error = workspace.error
+    assert isinstance(error, SignalTimeout) and (error.peer, error.ended) == (peer, bool(gone))
+    assert (error.operator, error.schedule) == ("all_gather_matmul", "growing")
+    assert "reading the signal words failed with no answer of the driver" in error.step
+    assert "another thread of this process is inside the driver" in error.step
+    assert f"perhaps at {Path(__file__).name}:" in error.step  # this thread waits below
+    assert soon(lambda: ended) and ended == [1]
+    output = capfd.readouterr().err
+    assert 0 < output.index(str(error)) < output.index("the streams could not be freed")
+
+
+@pytest.mark.parametrize("first", ["pulse", "missing"])
+def test_a_driver_that_does_not_answer_stops_neither_warnings_nor_mismatches(
+    first: str,
+    watch: Watch,
+    block: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(patience, "WARN_AFTER_S", 2 * PERIOD_S)
+    workspace = watch(timeout_s=3600)
+    with caplog.at_level("WARNING", "ficco"):
+        block(workspace, first)
+        assert soon(lambda: len(caplog.messages) >= 2)
+    assert all("no answer of the driver" in message for message in caplog.messages)
+    assert workspace.error is None
+    workspace.board.error = RankMismatch({0: "this", 1: "that"})
+    assert soon(lambda: workspace.error is workspace.board.error)
+
+
+def test_a_driver_that_answers_later_ends_nothing(ended: list[int], watch: Watch) -> None:
+    """As long as the limit of the call has not passed."""
+    workspace, free = watch(timeout_s=3600), threading.Event()
+    pulse = workspace.engine.pulse
+    workspace.engine.pulse = lambda slot: (free.wait(), pulse(slot))[1]  # type: ignore
+    workspace.board.ended_ranks.add(2)  # the call waits for rank 1
+    time.sleep(4 * PERIOD_S)
+    free.set()
+    assert until(workspace, 2 * ENDED_S) >= 2 * ENDED_S and not ended
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_closing_beside_a_driver_that_does_not_answer_ends_the_process(
+    told: bool, ended: list[int], block: Callable[..., None]
+) -> None:
+    """After an error: closing would wait for the driver. Without one, closing waits."""
+    workspace = Workspace(0, False, None)
+    block(workspace, "pulse", "idle", "release")
+    dog = Watchdog(workspace)  # type: ignore[arg-type]
+    assert soon(lambda: dog._asked)
+    if told:
+        workspace.error = FiccoError("broken off by MemoryError")
+    closing = threading.Thread(target=dog.stop)
+    closing.start()
+    closing.join(20.0 if told else 10 * PERIOD_S)
+    assert closing.is_alive() is not told and ended == [1] * told
+
+
+@pytest.mark.parametrize("running", [7, 0])
+def test_later_calls_that_cannot_be_freed_end_the_process(
+    running: int, ended: list[int], watch: Watch, block: Callable[..., None]
+) -> None:
+    """The first release frees the streams. Later calls get stuck beside a driver that is blocked."""
+    workspace = watch()
+    assert soon(lambda: workspace.engine.releases)
+    workspace.engine.running = running
+    block(workspace, "release")
+    if running:
+        assert soon(lambda: ended) and ended == [1]
+    else:
+        time.sleep(3 * SHORT_S["RELEASE_S"])
+        assert not ended
+
+
+def test_a_call_of_the_driver_that_comes_too_late_is_not_made() -> None:
+    thread, free, made = DriverThread(), threading.Event(), list[int]()
+    assert thread.ask(lambda: 5, 20.0) == 5
+    thread.begin(free.wait)
+    with pytest.raises(TimeoutError):
+        thread.ask(lambda: made.append(1), 0.0)
+    with pytest.raises(BackendError, match="the device is lost"):
+        free.set()
+        thread.ask(lost, 20.0)
+    thread.stop()
+    assert not made
+
+
+def lost() -> None:
+    raise BackendError("hipEventQuery", "hipErrorLaunchFailure", "the device is lost")
