@@ -101,8 +101,8 @@ class DriverThread:
         self._thread.join()
 
     def _run(self) -> None:
-        while (asked := self._calls.get()) is not None:
-            answer, call = asked
+        while (entry := self._calls.get()) is not None:
+            answer, call = entry
             if answer.set_running_or_notify_cancel():
                 try:
                     answer.set_result(call())
@@ -119,8 +119,8 @@ class Watchdog:
         # By rank: time of the first poll after its process ended or its connection broke.
         self._ended: dict[int, float] = {}
         self._stop, self._driver = threading.Event(), DriverThread()
-        #: The pulses that the driver has yet to tell, and the time of the question.
-        self._asked: tuple[Future[dict[int, tuple[int, bool]]], float] | None = None
+        # The call for pulses that the driver has not answered, and its time.
+        self._question: tuple[Future[dict[int, tuple[int, bool]]], float] | None = None
         self.timeout_s = DEFAULT_S
         self.on_timeout = "abort"
         self._thread = threading.Thread(target=self._run, name="ficco watchdog", daemon=True)
@@ -216,13 +216,13 @@ class Watchdog:
         """:meth:`Engine.pulse` by slot, and a time at which the calls ran. If the driver does not
         answer, pulses are not known at first, and then they are :meth:`Engine.begun`."""
         engine = self._workspace.engine
-        if self._asked is None:
+        if self._question is None:
             pulses = self._driver.begin(lambda: {id(slot): engine.pulse(slot) for slot in slots})
-            self._asked = pulses, time.monotonic()
-        pulses, at = self._asked  # kept until it is answered: `pulse` tells of each end once
+            self._question = pulses, time.monotonic()
+        pulses, at = self._question  # kept until it is answered: `pulse` tells of each end once
         try:
             known = pulses.result(PERIOD_S)
-            self._asked = None
+            self._question = None
             return known, at
         except TimeoutError:
             now = time.monotonic()
@@ -232,7 +232,7 @@ class Watchdog:
     def _missing(self, slot: Slot, program: Program) -> Missing | None:
         """:meth:`Engine.missing`, with an error if the driver does not answer."""
         workspace, seconds = self._workspace, ANSWER_S
-        if self._asked is not None:  # it has not answered in that time
+        if self._question is not None:  # it has not answered in that time
             seconds = 0.0
         try:
             return self._driver.ask(partial(workspace.engine.missing, slot, program), seconds)

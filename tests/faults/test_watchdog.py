@@ -101,6 +101,7 @@ class Workspace:
 
 
 Watch = Callable[..., Workspace]
+Block = Callable[..., threading.Event]
 
 
 @pytest.fixture
@@ -329,10 +330,8 @@ SHORT_S = {"ANSWER_S": 4 * PERIOD_S, "RELEASE_S": 8 * PERIOD_S, "CLOSE_S": PERIO
 
 
 @pytest.fixture
-def block(
-    ended: list[int], monkeypatch: pytest.MonkeyPatch, watch: Watch
-) -> Iterator[Callable[..., None]]:
-    """A function that lets methods of an engine block until the process would end."""
+def block(ended: list[int], monkeypatch: pytest.MonkeyPatch, watch: Watch) -> Iterator[Block]:
+    """Lets methods of an engine block until the process would end, or until the event is set."""
     free = threading.Event()
     for name, seconds in SHORT_S.items():
         monkeypatch.setattr(f"ficco.runtime.watchdog.{name}", seconds)
@@ -342,9 +341,10 @@ def block(
         free.wait()
         return method(*args)
 
-    def block(workspace: Workspace, *names: str) -> None:
+    def block(workspace: Workspace, *names: str) -> threading.Event:
         for name in names:
             setattr(workspace.engine, name, partial(blocked, getattr(workspace.engine, name)))
+        return free
 
     yield block
     free.set()
@@ -359,7 +359,7 @@ def test_a_driver_that_does_not_answer_hides_no_stuck_call(
     peer: int | None,
     ended: list[int],
     watch: Watch,
-    block: Callable[..., None],
+    block: Block,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The error comes first, then the end of the process, whose streams cannot be freed."""
@@ -383,7 +383,7 @@ def test_a_driver_that_does_not_answer_hides_no_stuck_call(
 def test_a_driver_that_does_not_answer_stops_neither_warnings_nor_mismatches(
     first: str,
     watch: Watch,
-    block: Callable[..., None],
+    block: Block,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -398,39 +398,41 @@ def test_a_driver_that_does_not_answer_stops_neither_warnings_nor_mismatches(
     assert soon(lambda: workspace.error is workspace.board.error)
 
 
-def test_a_driver_that_answers_later_ends_nothing(ended: list[int], watch: Watch) -> None:
-    """As long as the limit of the call has not passed."""
-    workspace, free = watch(timeout_s=3600), threading.Event()
-    pulse = workspace.engine.pulse
-    workspace.engine.pulse = lambda slot: (free.wait(), pulse(slot))[1]  # type: ignore
-    workspace.board.ended_ranks.add(2)  # the call waits for rank 1
-    time.sleep(4 * PERIOD_S)
+def test_a_driver_that_answers_late_ends_nothing(
+    ended: list[int], monkeypatch: pytest.MonkeyPatch, watch: Watch, block: Block
+) -> None:
+    """Rank 2 has ended, and the call waits for rank 1."""
+    monkeypatch.setattr("ficco.runtime.watchdog.ANSWER_S", 60.0)
+    workspace = watch(timeout_s=3600)
+    free = block(workspace, "pulse")
+    workspace.board.ended_ranks.add(2)
+    time.sleep(2 * ENDED_S)
     free.set()
     assert until(workspace, 2 * ENDED_S) >= 2 * ENDED_S and not ended
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("failed", [True, False])
 def test_closing_beside_a_driver_that_does_not_answer_ends_the_process(
-    told: bool, ended: list[int], block: Callable[..., None]
+    failed: bool, ended: list[int], block: Block
 ) -> None:
     """After an error: closing would wait for the driver. Without one, closing waits."""
     workspace = Workspace(0, False, None)
     block(workspace, "pulse", "idle", "release")
     dog = Watchdog(workspace)  # type: ignore[arg-type]
-    assert soon(lambda: dog._asked)
-    if told:
+    assert soon(lambda: dog._question)
+    if failed:
         workspace.error = FiccoError("broken off by MemoryError")
     closing = threading.Thread(target=dog.stop)
     closing.start()
-    closing.join(20.0 if told else 10 * PERIOD_S)
-    assert closing.is_alive() is not told and ended == [1] * told
+    closing.join(20.0 if failed else 10 * PERIOD_S)
+    assert closing.is_alive() is not failed and ended == [1] * failed
 
 
 @pytest.mark.parametrize("running", [7, 0])
 def test_later_calls_that_cannot_be_freed_end_the_process(
-    running: int, ended: list[int], watch: Watch, block: Callable[..., None]
+    running: int, ended: list[int], watch: Watch, block: Block
 ) -> None:
-    """The first release frees the streams. Later calls get stuck beside a driver that is blocked."""
+    """The first release frees the streams. Later calls get stuck while the driver is blocked."""
     workspace = watch()
     assert soon(lambda: workspace.engine.releases)
     workspace.engine.running = running
@@ -443,16 +445,16 @@ def test_later_calls_that_cannot_be_freed_end_the_process(
 
 
 def test_a_call_of_the_driver_that_comes_too_late_is_not_made() -> None:
-    thread, free, made = DriverThread(), threading.Event(), list[int]()
+    thread, free, late = DriverThread(), threading.Event(), list[int]()
     assert thread.ask(lambda: 5, 20.0) == 5
     thread.begin(free.wait)
     with pytest.raises(TimeoutError):
-        thread.ask(lambda: made.append(1), 0.0)
+        thread.ask(lambda: late.append(1), 0.0)
     with pytest.raises(BackendError, match="the device is lost"):
         free.set()
         thread.ask(lost, 20.0)
     thread.stop()
-    assert not made
+    assert not late
 
 
 def lost() -> None:
