@@ -119,8 +119,9 @@ class Watchdog:
         # By rank: time of the first poll after its process ended or its connection broke.
         self._ended: dict[int, float] = {}
         self._stop, self._driver = threading.Event(), DriverThread()
-        # The call for pulses that the driver has not answered, and its time.
+        # The call for pulses that the driver has not answered, its time, and the polls since then.
         self._question: tuple[Future[dict[int, tuple[int, bool]]], float] | None = None
+        self._polls = 0
         self.timeout_s = DEFAULT_S
         self.on_timeout = "abort"
         self._thread = threading.Thread(target=self._run, name="ficco watchdog", daemon=True)
@@ -218,16 +219,17 @@ class Watchdog:
         engine = self._workspace.engine
         if self._question is None:
             pulses = self._driver.begin(lambda: {id(slot): engine.pulse(slot) for slot in slots})
-            self._question = pulses, time.monotonic()
+            self._question, self._polls = (pulses, time.monotonic()), 0
         pulses, at = self._question  # kept until it is answered: `pulse` tells of each end once
         try:
             known = pulses.result(PERIOD_S)
             self._question = None
             return known, at
         except TimeoutError:
-            now = time.monotonic()
-            late = slots if now - at > ANSWER_S else []
-            return {id(slot): engine.begun(slot) for slot in late}, now
+            # By polls, since a process that was stopped meanwhile has had no time to answer.
+            self._polls += 1
+            late = slots if self._polls * 2 * PERIOD_S > ANSWER_S else []
+            return {id(slot): engine.begun(slot) for slot in late}, time.monotonic()
 
     def _missing(self, slot: Slot, program: Program) -> Missing | None:
         """:meth:`Engine.missing`, with an error if the driver does not answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from ficco.dma.engine import Missing
 from ficco.dma.host import Hosts
 from ficco.errors import BackendError, FiccoError, RankMismatch, SignalTimeout
 from ficco.problems.products import Problem
-from ficco.runtime.watchdog import ENDED_S, PERIOD_S, DriverThread, Watchdog
+from ficco.runtime.watchdog import ANSWER_S, ENDED_S, PERIOD_S, DriverThread, Watchdog
 from ficco.schedules import NAMED, plan
 
 TIMEOUT_S = 0.4
@@ -84,6 +85,7 @@ class Board:
 
 
 class Workspace:
+    dog: Watchdog
     calls = 7
     thread = 0
 
@@ -115,6 +117,7 @@ def watch() -> Iterator[Watch]:
         dog = Watchdog(workspace)  # type: ignore[arg-type]
         vars(dog).update({"timeout_s": TIMEOUT_S, "on_timeout": "raise"} | options)
         dogs.append(dog)
+        workspace.dog = dog
         return workspace
 
     yield start
@@ -409,6 +412,27 @@ def test_a_driver_that_answers_late_ends_nothing(
     time.sleep(2 * ENDED_S)
     free.set()
     assert until(workspace, 2 * ENDED_S) >= 2 * ENDED_S and not ended
+
+
+def test_a_driver_that_had_no_time_to_answer_ends_nothing(ended: list[int], watch: Watch) -> None:
+    """The process stands still, with the interpreter lock, for longer than all limits. The call
+    ends meanwhile, which only the driver knows."""
+    workspace = watch(running=0, timeout_s=ANSWER_S)
+    stand_still, pulse = ctypes.PyDLL(None).usleep, workspace.engine.pulse
+    workspace.engine.begun = lambda slot: (7, False)  # type: ignore[method-assign]
+
+    def slowly(slot: Slot) -> tuple[int, bool]:
+        for _ in range(10):
+            time.sleep(PERIOD_S / 2)
+        return pulse(slot)
+
+    workspace.engine.pulse = slowly  # type: ignore[method-assign]
+    dog, workspace.engine.running = workspace.dog, 7
+    assert soon(lambda: dog._waits) and soon(lambda: dog._question)
+    workspace.engine.running = 0
+    stand_still(int(1.1e6 * ANSWER_S))
+    assert soon(lambda: not dog._waits or workspace.error)
+    assert workspace.error is None and not ended
 
 
 @pytest.mark.parametrize("failed", [True, False])
