@@ -165,9 +165,9 @@ class Watchdog:
     def _release(self, seconds: float) -> bool | None:
         """Free this rank's streams from stuck waits; returns whether that succeeded, None if the
         driver does not answer."""
-        engine, slots = self._workspace.engine, self._workspace.slots
+        free = partial(self._workspace.engine.release, self._workspace.slots, seconds)
         try:
-            return self._driver.ask(partial(engine.release, slots, seconds), RELEASE_S)
+            return self._driver.ask(free, RELEASE_S + ANSWER_S)
         except TimeoutError:
             return None
         except Exception:

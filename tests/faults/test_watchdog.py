@@ -468,6 +468,23 @@ def test_later_calls_that_cannot_be_freed_end_the_process(
         assert not ended
 
 
+def test_streams_that_take_long_beside_a_driver_that_answers_end_no_process(
+    ended: list[int], monkeypatch: pytest.MonkeyPatch, watch: Watch
+) -> None:
+    """The caller has the error, and work of its own may come first on its streams."""
+    monkeypatch.setattr("ficco.runtime.watchdog.RELEASE_S", 2 * PERIOD_S)
+    workspace, waits = watch(), list[float]()
+
+    def in_vain(slots: list[Slot], seconds: float) -> bool:
+        time.sleep(2 * seconds)
+        waits.append(seconds)
+        return False
+
+    workspace.engine.release = in_vain  # type: ignore[method-assign]
+    workspace.error = FiccoError("broken off by MemoryError")
+    assert soon(lambda: len(waits) > 3) and not ended
+
+
 def test_a_call_of_the_driver_that_comes_too_late_is_not_made() -> None:
     thread, free, late = DriverThread(), threading.Event(), list[int]()
     assert thread.ask(lambda: 5, 20.0) == 5
