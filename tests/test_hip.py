@@ -846,7 +846,7 @@ def test_killed_peer_beside_a_library_that_does_not_answer(how: str, series: str
     for rank in survivors:
         assert set(re.findall("ficco: (.*), ending this process", rank.output)) <= ends, rank
     first = next(rank.output for rank in survivors if "ficco: SignalTimeout: " in rank.output)
-    for word in ("waited", "for rank 2", "no answer of the driver", "of rank 2 has ended"):
+    for word in ("waited", "for rank 2", "the driver did not answer", "of rank 2 has ended"):
         assert word in first
 
 

@@ -178,5 +178,5 @@ def test_a_killed_peer_is_named_while_no_query_of_an_event_returns() -> None:
     *survivors, _ = ranks.run(3, _with_blocked_queries, fresh=True, catch=True, lost=[2])
     for rank in survivors:
         assert isinstance(rank, Died) and rank.exitcode == 1, rank
-        for words in ("for rank 2", "no answer of the driver", "The process of rank 2 has ended"):
+        for words in ("for rank 2", "the driver did not answer", "The process of rank 2 has ended"):
             assert words in rank.output

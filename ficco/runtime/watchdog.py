@@ -29,7 +29,6 @@ from ficco.compute.program import Program, Slot
 from ficco.dma.engine import Engine, Missing
 from ficco.dma.patience import DEFAULT_S, Patience
 from ficco.errors import REVIVE, BackendError, FiccoError, SignalTimeout
-from ficco.plan import Plan
 from ficco.runtime.board import Board
 
 #: Seconds between two polls.
@@ -231,48 +230,37 @@ class Watchdog:
             late = slots if self._polls * 2 * PERIOD_S > ANSWER_S else []
             return {id(slot): engine.begun(slot) for slot in late}, time.monotonic()
 
-    def _missing(self, slot: Slot, program: Program) -> Missing | None:
-        """:meth:`Engine.missing`, with an error if the driver does not answer."""
-        workspace, seconds = self._workspace, ANSWER_S
-        if self._question is not None:  # it has not answered in that time
-            seconds = 0.0
+    def _missing(
+        self, slot: Slot, program: Program, seconds: float
+    ) -> Missing | SignalTimeout | None:
+        """:meth:`Engine.missing`. If the signal words cannot be read, the error of the call, which
+        names a rank whose process has ended, or one that does not answer."""
+        workspace, limit = self._workspace, ANSWER_S if self._question is None else 0.0
         try:
-            return self._driver.ask(partial(workspace.engine.missing, slot, program), seconds)
+            return self._driver.ask(partial(workspace.engine.missing, slot, program), limit)
+        except BackendError as error:
+            why = str(error)
         except TimeoutError:
-            frames, main = sys._current_frames(), threading.main_thread().ident
-            frame = frames.get(workspace.thread) or frames.get(main or 0)
-            at = frame and f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            raise BackendError(
-                "reading the signal words",
-                "no answer of the driver",
-                f"another thread of this process is inside the driver, perhaps at {at}",
-            ) from None
-
-    def _unread(self, plan: Plan, seconds: float, why: BackendError) -> SignalTimeout:
-        """The error of a call whose signal words cannot be read: names a rank whose process has
-        ended, or one that does not answer."""
-        engine = self._workspace.engine
-        peer = next(iter(list(self._ended) or self._workspace.board.silent()), None)
-        return SignalTimeout(
-            operator=plan.problem.operator,
-            rank=engine.rank,
-            peer=peer,
-            step=f"unknown, since {why}",
-            schedule=plan.schedule,
-            seconds=seconds,
-            ended=bool(self._ended),
-            host=engine.hosts.named(peer),
+            frames, main = sys._current_frames(), threading.main_thread().ident or 0
+            frame = frames.get(workspace.thread) or frames[main]
+            why = (
+                "the driver did not answer: another thread of this process is inside it, perhaps "
+                f"at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            )
+        peer = next(iter(list(self._ended) or workspace.board.silent()), None)
+        named = workspace.engine.timed_out(
+            program.plan, Missing(0, peer), seconds, bool(self._ended)
         )
+        return SignalTimeout(**named.facts | {"step": f"unknown, since {why}"})
 
     def _orphaned(self, slot: Slot, running: int, seconds: float) -> SignalTimeout | None:
         """The error of a call that waits for a signal of a rank whose process has ended, as far as
         that can be read."""
         if (program := slot.programs.get(running)) is None:
             return None
-        try:
-            missing = self._missing(slot, program)
-        except BackendError as error:
-            return self._unread(program.plan, seconds, error)
+        missing = self._missing(slot, program, seconds)
+        if isinstance(missing, SignalTimeout):
+            return missing
         if missing is None or missing.peer not in self._ended:
             return None
         return self._workspace.engine.timed_out(program.plan, missing, seconds, ended=True)
@@ -282,10 +270,9 @@ class Watchdog:
         program = slot.programs.get(running)
         if program is None:  # forgotten since it was called
             return SignalTimeout(operator=engine.operator, rank=engine.rank, seconds=seconds)
-        try:
-            missing = self._missing(slot, program)
-        except BackendError as error:
-            return self._unread(program.plan, seconds, error)
+        missing = self._missing(slot, program, seconds)
+        if isinstance(missing, SignalTimeout):
+            return missing
         if missing is None:
             operator, schedule = program.plan.problem.operator, program.plan.schedule
             return SignalTimeout(
