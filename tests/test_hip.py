@@ -799,8 +799,8 @@ def test_killed_peer() -> None:
         assert seconds < 5
 
 
-def _held(at: Rank, function: str, how: str) -> Any:
-    """The watchdogs of the survivors of rank 2 are held in a function of the library, until the
+def _held(at: Rank, how: str) -> Any:
+    """The copies by which the watchdogs of the survivors of rank 2 read words block, until the
     group has an error if ``how`` is "for a while"."""
     case = equal(3, 6, 8, 4, schedule="hetero-fused-1d")
     for iteration in range(3):
@@ -808,7 +808,7 @@ def _held(at: Rank, function: str, how: str) -> Any:
     at.barrier()
     if at.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    double().double_hold(function.encode())
+    double().double_hold(b"hipMemcpyAsync")
     (workspace,) = workspaces()
 
     def let_go() -> None:
@@ -832,7 +832,7 @@ def _held(at: Rank, function: str, how: str) -> Any:
 def test_killed_peer_beside_a_library_that_does_not_answer(how: str, series: str) -> None:
     """No watchdog can read its signal words. Each rank ends with the rank that is missing."""
     options: Any = {"lost": [2], "catch": True, "series": series}
-    *survivors, dead = run(3, _held, "hipMemcpyAsync", how, **options)
+    *survivors, dead = run(3, _held, how, **options)
     assert isinstance(dead, Died)
     if how == "for a while":
         for outcome, closing, violations, log in survivors:
