@@ -511,8 +511,6 @@ class Workspace:
         steps: list[Callable[[], object]] = []
         if self.watchdog is not None:
             steps.append(self.watchdog.stop)
-            if self.error is not None:  # interrupted calls may wait forever
-                steps.append(partial(self.engine.release, self.slots, GRACE_S))
         steps += [partial(self._free, slot) for slot in self.slots]
         steps += [memory.free for memory in self.allocations.values()]
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from ficco.dma.watch import Flights
@@ -102,6 +104,26 @@ def test_a_call_in_which_the_host_hangs_runs_until_it_is_dropped() -> None:
     assert watched.look() == (0, False) and watched.idle()
     caller.call(3)
     assert watched.look() == (3, True)
+
+
+def test_the_oldest_call_is_known_without_a_query_and_without_the_lock() -> None:
+    """Another thread is inside the driver, with the lock."""
+    watched, _ = flights()
+    first, second = Caller(watched, 1), Caller(watched, 2)
+    second.call(5)
+    first.call(6)
+    first.call(7)
+
+    def oldest() -> int:
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as thread, watched._lock:
+            patch.setattr(Event, "over", lambda self: pytest.fail("queried"))
+            return thread.submit(watched.oldest).result(20)
+
+    assert oldest() == 5
+    second.stream.done = second.stream.enqueued
+    assert not watched.idle() and oldest() == 6
+    first.stream.done = first.stream.enqueued
+    assert watched.idle() and oldest() == 0
 
 
 def test_events_are_reused_and_queried_only_by_the_watchdog() -> None:
