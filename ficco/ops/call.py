@@ -73,9 +73,11 @@ def run(
     workspace = workspace_for(group, a, LEFT[operator], operator, options)
     engine = workspace.engine
     # Other arguments cannot be a key as they are, and are perhaps refused.
-    plain = out is None and scales is None and not transposed and not workspace.allocations
+    plain = out is None and scales is None and not transposed
     strided = a.layout is b.layout is torch.strided and not (a.is_neg() or b.is_neg())
-    if plain and strided and isinstance(schedule, (str, Schedule)):
+    held = workspace.allocations
+    in_place = held and strided and a.untyped_storage().data_ptr() in held
+    if plain and strided and not in_place and isinstance(schedule, (str, Schedule)):
         a = a.flatten(0, -2) if a.dim() > 2 else a
         if not (engine.asynchronous and engine.in_capture()):
             named = operator, schedule, rows, return_gathered, purpose
