@@ -658,25 +658,21 @@ class GpuEngine(WatchedEngine):
             waits[gate] = self._batch([MemOp(WAIT_32, at[0], wanted(step.gates[gate]))])
         waits[gate].enqueue(self.driver.stream(self.driver.caller()))
 
-    def _execute(self, program: Program, call: Call) -> None:
+    def _execute(self, program: Program, call: Call, in_turn: bool = False) -> None:
+        """Enqueue a call. ``in_turn``: the launches of its tiled products are in their order."""
         run, raw = self._enter(program, call)
-        if not run.before:
-            return self._enqueue(program, run, call, raw)
-        for prepare in run.before:
-            prepare(call)
-        turn = order(self.driver)
-        with turn.lock:
-            turn.begin(raw)
-            self._enqueue(program, run, call, raw)
-
-    def _enqueue(self, program: Program, run: Run, call: Call, raw: int) -> None:
-        """Enqueue a call on the caller's stream ``raw``."""
-        slot, recording = program.slot, None
-        eager = run.recordable and slot is not None and not slot.captured
-        if eager and self.replays and self.replayed.possible and call.filled is None:
-            recording = self.replayed.find(program, call, raw)
+        if run.before and not in_turn:
+            for prepare in run.before:
+                prepare(call)
+            turn = order(self.driver)
+            with turn.lock:
+                turn.begin(raw)
+                return self._execute(program, call, in_turn=True)
+        recording, replayed = None, self.replayed
+        if run.recordable and self.replays and replayed.possible and call.filled is None:
+            recording = replayed.find(program, call, raw)
         flight = self._begin(program, call, raw)
-        self._carry_out(run, call, slot, flight, enqueue, recording)
+        self._carry_out(run, call, program.slot, flight, enqueue, recording)
 
     def _enter(self, program: Program, call: Call) -> tuple[Run, int]:
         """Prepare the lanes of a call; return its program and the caller's raw stream."""
@@ -773,7 +769,7 @@ class GpuEngine(WatchedEngine):
         before = tuple(program.state.get("before", ()))
         parts = parted(own, program.plan.steps) if before else None
         alone = {"base", "network"}.isdisjoint(program.state) and bool(parts or not before)
-        recordable = alone and bool(program.plan.words)
+        recordable = alone and bool(program.plan.words) and slot is not None and not slot.captured
         run = Run(body, begin, tail, tail_lane, lanes, before, parts, recordable)
         program.state["run"] = run
         return run

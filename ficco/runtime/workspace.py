@@ -799,9 +799,9 @@ def repeat(
     return its tensors. Operands are used as they are, and all buffers have contiguous rows."""
     try:
         workspace.begin(operator, options)
-        tensors = {cached.left: a, "b": b}
-        for name, *layout in cached.fresh:
-            tensors[name] = workspace.engine.allocate(*layout)
+        tensors, allocate = {cached.left: a, "b": b}, workspace.engine.allocate
+        for name, shape, strides, dtype in cached.fresh:
+            tensors[name] = allocate(shape, strides, dtype)
         _announce(workspace, cached, operator, purpose)
         turn = workspace.calls % SLOTS
         program = cached.eager.get(turn)
