@@ -79,13 +79,14 @@ class LibraryExchange:
                 yield lambda of: _copy(of[source], of[target][rows[self._rank]])
                 for root in self._nonempty:
                     options = settings(c10d.BroadcastOptions, root)
-                    yield partial(self._broadcast, rows[root], options)
+                    yield partial(_on_rows, group.broadcast, target, rows[root], options)
             case "reduce-scatter" if self._equal:
                 scatter, options = group._reduce_scatter_base, settings(c10d.ReduceScatterOptions)
                 yield lambda of: scatter(of[target], of[source], options)
             case "reduce-scatter":
                 for root in self._nonempty:
-                    yield partial(self._reduce, rows[root], settings(c10d.ReduceOptions, root))
+                    options = settings(c10d.ReduceOptions, root)
+                    yield partial(_on_rows, group.reduce, source, rows[root], options)
                 yield lambda of: _copy(of[source][rows[self._rank]], of[target])
             case "all-to-all":
                 exchange, options = group.alltoall_base, settings(c10d.AllToAllOptions)
@@ -95,15 +96,14 @@ class LibraryExchange:
                 reduce, options = group.allreduce, settings(c10d.AllreduceOptions)
                 yield lambda of: reduce([of[target]], options)
 
-    def _broadcast(self, rows: slice, options: Any, tensors: Tensors) -> Work:
-        return self._group.broadcast([tensors[self._target][rows]], options)
-
-    def _reduce(self, rows: slice, options: Any, tensors: Tensors) -> Work:
-        return self._group.reduce([tensors[self._source][rows]], options)
-
     def _on_bytes(self, start: Start, tensors: Tensors) -> Work | None:
         ends = self._source, self._target
         return start({name: tensors[name].view(torch.uint8) for name in ends})
+
+
+def _on_rows(start: Any, name: str, rows: slice, options: Any, tensors: Tensors) -> Work:
+    work: Work = start([tensors[name][rows]], options)
+    return work
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
