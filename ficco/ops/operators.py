@@ -539,7 +539,7 @@ def operate(
     try:  # in place of a decorator, whose call takes a tenth of the checks
         if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
             raise not_a_tensor(*("b", b) if isinstance(a, torch.Tensor) else (LEFT[operator], a))
-        ranks = process_group(group)
+        ranks = group if isinstance(group, ProcessGroup) else process_group(group)
         if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
             refuse_other_modes(a, b)
         if scales is not None and scales.passed:

@@ -799,15 +799,20 @@ def repeat(
     return its tensors. Operands are used as they are, and all buffers have contiguous rows."""
     try:
         workspace.begin(operator, options)
-        tensors, allocate = {cached.left: a, "b": b}, workspace.engine.allocate
+        tensors, engine = {cached.left: a, "b": b}, workspace.engine
         for name, shape, strides, dtype in cached.fresh:
-            tensors[name] = allocate(shape, strides, dtype)
+            tensors[name] = engine.allocate(shape, strides, dtype)
         _announce(workspace, cached, operator, purpose)
         turn = workspace.calls % SLOTS
         program = cached.eager.get(turn)
         if program is None:
             program = cached.eager[turn] = program_of(workspace, cached)
-        execute(workspace, cached, Call(tensors), program)
+        differentiable = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+        if differentiable or _records or ranges.active():
+            execute(workspace, cached, Call(tensors), program)
+        else:  # what remains of :func:`execute`
+            engine.execute(program, Call(tensors))
+            workspace.thread = 0
     except BaseException as error:
         workspace.end(error)
         raise
