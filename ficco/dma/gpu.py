@@ -660,9 +660,8 @@ class GpuEngine(WatchedEngine):
         waits[gate].enqueue(self.driver.stream(self.driver.caller()))
 
     def _execute(self, program: Program, call: Call, in_turn: bool = False) -> None:
-        """Enqueue a call. The path of most calls is here, without :meth:`_begin` and
-        :meth:`_carry_out`, since a function whose code is in no cache takes 2 us (x86-64,
-        2026-11-29). ``in_turn``: the launches of tiled products have their turn."""
+        """Enqueue a call. Most calls take none of the methods below: one that is in no cache takes
+        2 us (x86-64, 2026-11-29). ``in_turn``: the launches of tiled products have their turn."""
         known, raw = program.state, self.driver.caller()
         call.state = self._lanes.get((raw, False))
         if call.state is None or "flights" not in known:
@@ -712,62 +711,50 @@ class GpuEngine(WatchedEngine):
                 streams = self._streams.setdefault(key[0] * key[1], {})
                 lanes = self._lanes[key] = Lanes(self.driver, caller, streams, "captured" * key[1])
         call.state = lanes
-        run = program.state.get("run") or self._run(program)
-        return run, key[0]
+        return program.state.get("run") or self._run(program), key[0]
 
     def _carry_out(
         self, run: Run, call: Call, slot: Slot | None, flight: Flight | None, body: Body
     ) -> None:
-        """Enqueue the body of a call, or the rest of the body, and its tail."""
+        """Enqueue the body or the rest of it, the tail and the end. A capture joins all streams."""
         if slot is None:
             return body(run, call)
-        state: SlotState = slot.state
+        state, stream = slot.state, call.state["compute0"]
         try:
-            if flight is None:
-                return self._enqueue_with_words(run, call, slot, state, body)
             body(run, call)
-            end = self._hand_on(run, call, state) if run.tail else call.state["compute0"]
-            flight.end(end)
-            state.retired = flight.after
+            end = self._hand_on(run, call, state) if run.tail else stream
+            if flight is not None:
+                flight.end(end)
+                state.retired = flight.after
+                return
+            state.retired = state.done
+            state.done.record(end)
+            if slot.captured and slot.words:
+                state.done.hold(stream)
+            elif slot.captured:  # only the watchdog needs the end
+                self.driver.join_aside(state.done, stream)
         except BaseException:
             self._abort(run, call, slot, flight)
             raise
 
     def _hand_on(self, run: Run, call: Call, state: SlotState) -> Any:
         """Enqueue the tail of a call after its body, and return the stream of the tail."""
-        end = call.state[run.tail_lane]  # the caller's stream does not wait for the tail
-        state.over.record(call.state["compute0"])
+        stream, end = call.state["compute0"], call.state[run.tail_lane]
+        state.over.record(stream)
         state.over.hold(end)
         for op in run.tail:
             op(call)
         return end
 
-    def _enqueue_with_words(
-        self, run: Run, call: Call, slot: Slot, state: SlotState, body: Body
-    ) -> None:
-        """Enqueue a call that writes its begin and end to words for the watchdog. If a graph
-        captures the call, all its streams join the caller's at the end."""
-        stream = call.state["compute0"]
-        body(run, call)
-        state.retired = state.done
-        state.done.record(self._hand_on(run, call, state))
-        if not slot.captured:
-            return
-        if slot.words:
-            state.done.hold(stream)
-        else:  # only the watchdog needs the end
-            self.driver.join_aside(state.done, stream)
-
     def _run(self, program: Program) -> Run:
         """Prepare a program for :meth:`execute`, once."""
         ops, begin, slot = list(program.ops), None, program.slot
-        watch = slot.state.watch if slot is not None else None
-        if slot is not None and isinstance(watch, Watch):
+        if slot is not None and isinstance(watch := slot.state.watch, Watch):
             begin = self._batch([watch.begin(slot.number(program))])
             ops.append(("sync", Memops("sync", self._batch([watch.end()]))))
         elif slot is not None:
             slot.number(program)
-            program.state["flights"] = watch
+            program.state["flights"] = slot.state.watch
         ops = joined(ops, self._batch) if self.driver.fuses else ops
         own = [(lane, op) for lane, op in ops if lane != "sync"]
         body = [op for _, op in own]
