@@ -156,8 +156,12 @@ def test_blocks_of_the_caller(at: Rank) -> None:
     assert len(words) > 1  # calls alternate between two slots
 
 
-def test_mismatch_when_warm() -> None:
-    outcomes = ranks.run(3, test_faults._mismatch, MISMATCHES["rows"], 2, "warm", (None, None))
+@pytest.mark.parametrize(
+    ("schedule", "difference"), [("hetero-fused-1d", "rows"), ("serial:collective", "n")]
+)
+def test_mismatch_when_warm(schedule: str, difference: str) -> None:
+    changes, base = MISMATCHES[difference], test_faults.BASE.on(schedule=schedule)
+    outcomes = ranks.run(3, test_faults._mismatch, changes, 2, "warm", (None, None), base)
     test_faults.assert_mismatch(outcomes, 2)
 
 
@@ -180,3 +184,30 @@ def test_a_killed_peer_is_named_while_no_query_of_an_event_returns() -> None:
         assert isinstance(rank, Died) and rank.exitcode == 1, rank
         for words in ("for rank 2", "the driver did not answer", "The process of rank 2 has ended"):
             assert words in rank.output
+
+
+def _alone(at: Rank) -> Any:
+    """Return rank 0's error of a warm collective that rank 1 does not join."""
+    group = dist.new_group(list(range(at.world)))
+    a, b = torch.ones(4, 8), torch.ones(8, 4)
+    for _ in range(4):
+        ficco.all_gather_matmul(a, b, group=group, schedule="serial:collective")
+    (workspace,) = workspaces(group)
+    failure = None
+    if at.rank == 0:
+        workspace.engine.driver.waits = False
+        with ficco.options(timeout_s=0.5):
+            ficco.all_gather_matmul(a, b, group=group, schedule="serial:collective")
+            end = time.monotonic() + 30
+            while workspace.error is None and time.monotonic() < end:
+                time.sleep(0.01)
+        failure = ranks.caught(lambda: ficco.all_gather_matmul(a, b, group=group))
+    at.barrier()
+    return failure
+
+
+def test_a_collective_that_a_peer_never_joins_is_reported() -> None:
+    failure, _ = ranks.run(2, _alone, fresh=True)
+    assert failure.type == "SignalTimeout" and failure.fields["seconds"] < 30, failure
+    step, schedule = failure.fields["step"], failure.fields["schedule"]
+    assert (step, schedule) == ("all-gather (collective on compute0)", "serial:collective")

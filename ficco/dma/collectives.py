@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 #: The longest time limit that is passed to a library, whose durations cannot hold infinity.
 LONGEST_S = 1e9
 
-#: Options of collectives to keep for each exchange.
-MAX_SETTINGS = 64
+#: Time limits whose collectives each exchange keeps.
+MAX_TIMEOUTS = 64
 
-#: Starts one collective. Returns None if the library completes it at once.
-Start = Callable[[], "Work | None"]
+#: The buffers of a call, by name.
+Tensors = Mapping[str, torch.Tensor]
+#: Starts one collective of a call. Returns None if the library completes it at once.
+Start = Callable[[Tensors], "Work | None"]
 
 
 class LibraryExchange:
@@ -50,59 +52,71 @@ class LibraryExchange:
         self._kind = plan.steps[step].label
         if self._kind == "all-to-all" and sum(self._sent) > move.src.rows:
             self._kind = "all-gather"  # every peer gets the same rows
-        self._settings: dict[tuple[Any, ...], Any] = {}
+        # Libraries do not support float8: it is moved as bytes.
+        self._as_bytes = plan.buffer[move.src.buffer].itemsize == 1
+        self._starts: dict[timedelta | None, list[Start]] = {}
 
-    def starts(
-        self, tensors: Mapping[str, torch.Tensor], timeout: timedelta | None = None
-    ) -> Iterator[Start]:
-        """The collectives of a call. Start each once the previous one is complete.
+    def starts(self, timeout: timedelta | None = None) -> list[Start]:
+        """The collectives of a call. Start each once the previous one is complete. ``timeout``: the
+        library's timeout; None for the timeout of the group."""
+        starts = self._starts.get(timeout)
+        if starts is None:
+            if len(self._starts) >= MAX_TIMEOUTS:
+                self._starts.clear()
+            starts = self._starts[timeout] = [*self._collectives(timeout)]
+            if self._as_bytes:
+                starts[:] = [partial(self._on_bytes, start) for start in starts]
+        return starts
 
-        Args:
-            tensors: the buffers of the call by name.
-            timeout: the library's timeout; None for the timeout of the group.
-        """
-        group, rows = self._group, self._rows
-        src, target = tensors[self._source], tensors[self._target]
-        if src.itemsize == 1:  # libraries do not support float8: move it as bytes
-            src, target = src.view(torch.uint8), target.view(torch.uint8)
+    def _collectives(self, timeout: timedelta | None) -> Iterator[Start]:
+        group, source, target, rows = self._group, self._source, self._target, self._rows
+        settings = partial(_settings, timeout)
         match self._kind:
             case "all-gather" if self._equal:
-                settings = self._options(c10d.AllgatherOptions, timeout)
-                yield partial(group._allgather_base, target, src.contiguous(), settings)
+                gather, options = group._allgather_base, settings(c10d.AllgatherOptions)
+                yield lambda of: gather(of[target], of[source].contiguous(), options)
             case "all-gather":
-                target[rows[self._rank]].copy_(src)
+                yield lambda of: _copy(of[source], of[target][rows[self._rank]])
                 for root in self._nonempty:
-                    settings = self._options(c10d.BroadcastOptions, timeout, root)
-                    yield partial(group.broadcast, [target[rows[root]]], settings)
+                    options = settings(c10d.BroadcastOptions, root)
+                    yield partial(_on_rows, group.broadcast, target, rows[root], options)
             case "reduce-scatter" if self._equal:
-                settings = self._options(c10d.ReduceScatterOptions, timeout)
-                yield partial(group._reduce_scatter_base, target, src, settings)
+                scatter, options = group._reduce_scatter_base, settings(c10d.ReduceScatterOptions)
+                yield lambda of: scatter(of[target], of[source], options)
             case "reduce-scatter":
                 for root in self._nonempty:
-                    settings = self._options(c10d.ReduceOptions, timeout, root)
-                    yield partial(group.reduce, [src[rows[root]]], settings)
-                target.copy_(src[rows[self._rank]])
+                    options = settings(c10d.ReduceOptions, root)
+                    yield partial(_on_rows, group.reduce, source, rows[root], options)
+                yield lambda of: _copy(of[source][rows[self._rank]], of[target])
             case "all-to-all":
-                settings = self._options(c10d.AllToAllOptions, timeout)
+                exchange, options = group.alltoall_base, settings(c10d.AllToAllOptions)
                 sizes = self._received, self._sent
-                yield partial(group.alltoall_base, target, src.contiguous(), *sizes, settings)
+                yield lambda of: exchange(of[target], of[source].contiguous(), *sizes, options)
             case "all-reduce":
-                settings = self._options(c10d.AllreduceOptions, timeout)
-                yield partial(group.allreduce, [target], settings)
+                reduce, options = group.allreduce, settings(c10d.AllreduceOptions)
+                yield lambda of: reduce([of[target]], options)
 
-    def _options(
-        self, make: Callable[[], Any], timeout: timedelta | None, root: int | None = None
-    ) -> Any:
-        """The library's options of a collective, made once for each time limit."""
-        key = make, timeout, root
-        if (settings := self._settings.get(key)) is None:
-            if len(self._settings) >= MAX_SETTINGS:
-                self._settings.clear()
-            settings = self._settings[key] = make()
-            if timeout is not None:
-                settings.timeout = timeout
-            if hasattr(settings, "asyncOp"):  # absent from some options of PyTorch 2.6
-                settings.asyncOp = False
-            if root is not None:
-                settings.rootRank = root
-        return settings
+    def _on_bytes(self, start: Start, tensors: Tensors) -> Work | None:
+        ends = self._source, self._target
+        return start({name: tensors[name].view(torch.uint8) for name in ends})
+
+
+def _on_rows(start: Any, name: str, rows: slice, options: Any, tensors: Tensors) -> Work:
+    work: Work = start([tensors[name][rows]], options)
+    return work
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _settings(timeout: timedelta | None, make: Callable[[], Any], root: int | None = None) -> Any:
+    """The library's options of a collective."""
+    settings = make()
+    if timeout is not None:
+        settings.timeout = timeout
+    if hasattr(settings, "asyncOp"):  # absent from some options of PyTorch 2.6
+        settings.asyncOp = False
+    if root is not None:
+        settings.rootRank = root
+    return settings

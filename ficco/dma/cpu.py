@@ -243,8 +243,8 @@ def collective(engine: Engine, memory: CpuMemory, program: Program, step: int) -
         # The library's own timeout, which stays in force after the call has failed.
         timeout = timedelta(seconds=min(call.state.timeout_s, LONGEST_S) + 1)
         try:
-            for start in exchange.starts(call.tensors, timeout):
-                collect(engine, program, call, step, missing, start)
+            for start in exchange.starts(timeout):
+                collect(engine, program, call, step, missing, partial(start, call.tensors))
         except BaseException:
             _out_of_step.add(group)
             raise
@@ -258,7 +258,7 @@ def collect(
     call: Call,
     step: int,
     missing: Callable[[], tuple[int | None, bool]],
-    start: collectives.Start,
+    start: Callable[[], Work | None],
 ) -> None:
     """Run a collective, or raise an error that names the missing rank."""
     state: CallState | SoleLane = call.state

@@ -304,12 +304,12 @@ class Engine(ABC):
     def collective(self, program: Program, step: int) -> Op:
         """The group library's collective, for the whole exchange of a Plan."""
         group, name = self.group, program.plan.steps[step].label
-        exchange = collectives.LibraryExchange(program.plan, step, group)
+        starts = collectives.LibraryExchange(program.plan, step, group).starts()
 
         def op(call: Call) -> None:
             try:
-                for start in exchange.starts(call.tensors):
-                    if (work := start()) is not None:
+                for start in starts:
+                    if (work := start(call.tensors)) is not None:
                         work.wait()
             except RuntimeError as error:
                 library = str(dist.get_backend(group))

@@ -131,11 +131,13 @@ class Flights:
 
     def begin(self, number: int, key: int, stream: Any) -> Flight:
         """Begin a call of the program ``number`` on a stream, which ``key`` identifies."""
-        with self._lock:
-            flight = self._landed.pop() if self._landed else Flight(self._make(), self._make())
-            flight.number, flight.serial, flight.whole = number, next(self._serials), False
-            flight.before.record(stream)
-            self._flying[key].append(flight)
+        try:  # without the lock: the watchdog only adds to the one list and takes from the other
+            flight = self._landed.pop()
+        except IndexError:
+            flight = Flight(self._make(), self._make())
+        flight.number, flight.serial, flight.whole = number, next(self._serials), False
+        flight.before.record(stream)
+        self._flying[key].append(flight)
         return flight
 
     def drop(self, flight: Flight) -> None:
@@ -150,7 +152,8 @@ class Flights:
         last look. Only the watchdog calls this: in a call, a query of an event would break a
         capture of another stream."""
         with self._lock:
-            running = [flight for calls in self._flying.values() if (flight := self._first(calls))]
+            streams = list(self._flying.values())  # calls add others
+            running = [flight for calls in streams if (flight := self._first(calls))]
             seen = [flight for flight in running if flight.serial == self._seen] or running
             previous, self._seen = self._seen, seen[0].serial if seen else 0
             return (seen[0].number if seen else 0), self._seen != previous
@@ -164,15 +167,14 @@ class Flights:
     def idle(self) -> bool:
         """Whether all calls are complete."""
         with self._lock:
-            for flying in self._flying.values():
-                if flying and flying[-1].over():
-                    self._landed += flying
-                    flying.clear()
-            return not any(self._flying.values())
+            for flying in (streams := list(self._flying.values())):  # calls add others
+                if (count := len(flying)) and flying[count - 1].over():
+                    self._landed += [flying.popleft() for _ in range(count)]
+            return not any(streams)
 
     def _first(self, flying: deque[Flight]) -> Flight | None:
         """The oldest incomplete call of a stream, if it has begun."""
-        # Bisect, since calls end in order, and a call that begins waits for this lock.
+        # Bisect, since calls end in order, and querying an event takes microseconds.
         complete = bisect_left(flying, True, key=lambda flight: not flight.over())
         self._landed += [flying.popleft() for _ in range(complete)]
         return flying[0] if flying and flying[0].before.over() else None

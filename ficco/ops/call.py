@@ -74,15 +74,17 @@ def run(
     workspace = open_workspace(group, a.device, options)
     if workspace is None:
         workspace = workspace_for(group, a, LEFT[operator], operator, options)
-    engine = workspace.engine
+    engine, held = workspace.engine, workspace.allocations
     # Other arguments cannot be a key as they are, and are perhaps refused.
-    plain = out is None and scales is None and not transposed and not workspace.allocations
+    plain = out is None and scales is None and not transposed
     strided = a.layout is b.layout is torch.strided and not (a.is_neg() or b.is_neg())
-    if plain and strided and isinstance(schedule, (str, Schedule)):
-        a = a.flatten(0, -2) if a.dim() > 2 else a
+    in_place = held and strided and a.untyped_storage().data_ptr() in held
+    if plain and strided and not in_place and isinstance(schedule, (str, Schedule)):
+        if len(shape := a.shape) > 2:
+            shape = (a := a.flatten(0, -2)).shape
         if not (engine.asynchronous and engine.in_capture()):
-            named = operator, schedule, rows, return_gathered, purpose
-            key = named, a.dtype, a.shape, a.stride(), b.dtype, b.device, b.shape, b.stride()
+            kind = operator, schedule, rows, return_gathered, purpose
+            key = *kind, a.dtype, shape, a.stride(), b.dtype, b.device, b.shape, b.stride()
             cached, known = workspace.repeated.get(key, (None, None))
             if cached is not None and (known is options or known == options):
                 tensors = {cached.left: a, "b": b}

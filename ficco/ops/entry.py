@@ -21,6 +21,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.distributed import ProcessGroup
 
 from ficco.errors import FiccoError
@@ -36,14 +37,14 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _AUTOCAST = frozenset({"cpu", "cuda"})
 
 
-def watched(*operands: torch.Tensor) -> Any:
+def watched(*operands: torch.Tensor) -> bool:
     """Return whether a call is traced or watched, or has operands that are not plain tensors."""
-    return (
-        torch.compiler.is_compiling()
-        or _len_torch_dispatch_stack()
-        or peek_interpreter_stack() is not None
-        or not _PLAIN.issuperset(map(type, operands))
-    )
+    if is_compiling() or _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
+        return True
+    for operand in operands:  # a few us less than a set of their types, of a call in no cache
+        if type(operand) not in _PLAIN:
+            return True
+    return False
 
 
 def check_traced(**operands: torch.Tensor) -> bool:
@@ -55,7 +56,7 @@ def check_traced(**operands: torch.Tensor) -> bool:
             raise not_a_tensor(name, tensor)
     if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
         refuse_other_modes(*operands.values())
-    traced = bool(watched(*operands.values()))
+    traced = watched(*operands.values())
     if traced:
         refuse_sharded(**operands)
     return traced
@@ -70,7 +71,7 @@ def refuse_derivatives(vmap: bool = True) -> None:
     Raises:
         NotImplementedError: in derivatives of ``torch.func``, or in ``vmap`` if not served.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     kinds = torch._C._functorch.TransformType
     for transform in torch._C._functorch.get_interpreter_stack() or ():
@@ -121,7 +122,7 @@ def refuse_sharded(**operands: torch.Tensor) -> None:
         # Detected by an attribute: importing DTensor takes longer than importing ficco.
         if hasattr(operand, "placements"):
             # The compiler of PyTorch 2.14 cannot format them.
-            layout = "" if torch.compiler.is_compiling() else f" with {operand.placements}"
+            layout = "" if is_compiling() else f" with {operand.placements}"
             raise ValueError(
                 f"{name}: required a plain tensor, got a DTensor{layout}; pass {name}.to_local()"
             )
@@ -175,12 +176,17 @@ def tells_refusals(entry: Callable[P, R]) -> Callable[P, R]:
         try:
             return entry(*args, **kwargs)
         except BaseException as error:
-            if not torch.compiler.is_compiling():
-                with suppress(Exception):  # raise the refusal, not an error while reporting it
-                    _report(error, entry, args, kwargs)
+            tell_refusal(error, entry, args, kwargs)
             raise
 
     return reporting
+
+
+def tell_refusal(error: BaseException, entry: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Report an error of a call of ``entry``, as :func:`tells_refusals` does."""
+    if not is_compiling():
+        with suppress(Exception):  # raise the refusal, not an error while reporting it
+            _report(error, entry, args, kwargs)
 
 
 def _report(error: BaseException, entry: Callable[..., Any], args: Any, kwargs: Any) -> None:

@@ -170,13 +170,6 @@ class Scales(NamedTuple):
     quantize: str | None = None
 
     @property
-    def passed(self) -> bool:
-        """Whether the caller passed any of the arguments."""
-        tensors = self.scale_a is not None or self.scale_b is not None or self.bias is not None
-        rest = self.out_dtype is not None or self.quantize is not None
-        return tensors or rest or self.use_fast_accum is not False
-
-    @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that the caller passed, by name."""
         tensors = {"scale_a": self.scale_a, "scale_b": self.scale_b, "bias": self.bias}

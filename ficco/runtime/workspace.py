@@ -816,15 +816,21 @@ def repeat(
     """
     try:
         workspace.begin(operator, options)
-        for name, *layout in cached.fresh:
+        engine = workspace.engine
+        for name, shape, strides, dtype in cached.fresh:
             if name not in tensors:
-                tensors[name] = workspace.engine.allocate(*layout)
+                tensors[name] = engine.allocate(shape, strides, dtype)
         _announce(workspace, cached, operator, purpose)
         turn = workspace.calls % SLOTS
         program = cached.eager.get(turn)
         if program is None:
             program = cached.eager[turn] = program_of(workspace, cached)
-        execute(workspace, cached, Call(tensors), program)
+        grad = torch.is_grad_enabled() and any([one.requires_grad for one in tensors.values()])
+        if grad or _records or ranges.active():
+            execute(workspace, cached, Call(tensors), program)
+        else:  # what remains of :func:`execute`
+            engine.execute(program, Call(tensors))
+            workspace.thread = 0
     except BaseException as error:
         workspace.end(error)
         raise

@@ -349,15 +349,20 @@ BEFORE = ("first", "new here", "warm")
 
 
 def _mismatch(
-    at: Rank, changes: dict[str, Any], odd: int, before: str, caps: tuple[int | None, int | None]
+    at: Rank,
+    changes: dict[str, Any],
+    odd: int,
+    before: str,
+    caps: tuple[int | None, int | None],
+    base: Case = BASE,
 ) -> dict[str, Any]:
-    group, odd_case, is_odd = everyone(at), BASE.on(**changes), at.rank == odd
+    group, odd_case, is_odd = everyone(at), base.on(**changes), at.rank == odd
     for iteration in range(3 * BEFORE.index(before)):
         uses_odd_case = before == "warm" and iteration % 2 == 1
         with ficco.options(workspace_bytes=caps[uses_odd_case]):
-            exact(at, odd_case if uses_odd_case else BASE, iteration, group)
+            exact(at, odd_case if uses_odd_case else base, iteration, group)
     with ficco.options(workspace_bytes=caps[is_odd]):
-        report = report_of_case(at, odd_case if is_odd else BASE, group)
+        report = report_of_case(at, odd_case if is_odd else base, group)
     exact(at, equal(at.world, 4, 4, 4), 1)  # other groups still work
     return report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -124,6 +125,29 @@ def test_the_oldest_call_is_known_without_a_query_and_without_the_lock() -> None
     assert not watched.idle() and oldest() == 6
     first.stream.done = first.stream.enqueued
     assert watched.idle() and oldest() == 0
+
+
+def test_a_call_begins_while_the_watchdog_looks() -> None:
+    """It does not wait, and may be the first of its stream."""
+    watched, events = flights()
+    first, second = Caller(watched, 1), Caller(watched, 2)
+    first.call(5)
+    threads: list[threading.Thread] = []
+
+    def over(event: Event) -> bool:
+        if not threads:
+            threads.append(threading.Thread(target=second.call, args=(6,), daemon=True))
+            threads[0].start()
+            threads[0].join(10)
+            assert not threads[0].is_alive()
+        return event.stream.done >= event.at
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Event, "over", over)
+        assert watched.look() == (5, True)
+    assert threads and not watched.idle()
+    first.stream.done = 1
+    assert watched.look() == (6, True)
 
 
 def test_events_are_reused_and_queried_only_by_the_watchdog() -> None:
