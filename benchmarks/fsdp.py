@@ -3,7 +3,9 @@
 ``torchrun --nproc-per-node 2 -m benchmarks.fsdp FOLDER`` compares PyTorch's collectives, in any
 memory or in NCCL's (``--variants``), with ``ficco.fsdp``: gathers only, or also reduce-scatters.
 Writes ``steps.csv``, a row for each variant and shuffled round, and ``products.csv``, products with
-and without gathers. A variant's losses must equal the baseline's bitwise; its hooks must be exact.
+and without gathers. A step is timed from an idle GPU, whose host may be the limit, and behind a
+kernel that sleeps until its host has enqueued all of it. A variant's losses must equal the
+baseline's bitwise; its hooks must be exact.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from ficco.tools.bench.fsdp import BLOCKS, SHAPES, registered, stack, symmetric
 CASE = SHAPES["cuda"][0]
 WIDTH, HIDDEN = CASE.hidden, CASE.inner
 BASELINE = "pytorch"
+#: Cycles that the GPU sleeps before a queued step, about 70 ms.
+AHEAD = 140_000_000
 
 
 #: Functions that prepare a model after ``fully_shard``, by name of the variant.
@@ -81,7 +85,8 @@ def largest(seconds: float, device: torch.device) -> float:
 
 
 def steps(models: dict[str, Any], tokens: int, rounds: int, device: torch.device) -> list[Any]:
-    """Rows of tokens, round, variant, milliseconds of the slowest rank and of the slowest host."""
+    """Rows of tokens, round, variant, and milliseconds of the slowest rank: of the step, of its
+    host, and of the queued step."""
     rank, shuffle, rows = dist.get_rank(), random.Random(tokens), []
     torch.manual_seed(100 + rank)
     x = torch.randn(1, tokens, WIDTH, device=device, dtype=torch.bfloat16)
@@ -106,7 +111,16 @@ def steps(models: dict[str, Any], tokens: int, rounds: int, device: torch.device
             host = time.perf_counter() - begin
             torch.cuda.synchronize()
             total = time.perf_counter() - begin
-            times = [largest(seconds, device) * 1e3 for seconds in (total, host)]
+            dist.barrier()
+            torch.cuda.synchronize()
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(AHEAD)
+            first.record()
+            step(models[name], x)
+            last.record()
+            torch.cuda.synchronize()
+            queued = first.elapsed_time(last) / 1e3
+            times = [largest(seconds, device) * 1e3 for seconds in (total, host, queued)]
             if turn > 1:
                 rows.append((tokens, turn - 2, name, *times))
     return rows
@@ -183,14 +197,17 @@ def main() -> None:
     mm_rows = products(models, args.rounds, device)
     if dist.get_rank() == 0:
         args.folder.mkdir(parents=True, exist_ok=True)
-        write(args.folder / "steps.csv", ("tokens", "round", "variant", "ms", "host_ms"), rows)
+        columns = "tokens", "round", "variant", "ms", "host_ms", "queued_ms"
+        write(args.folder / "steps.csv", columns, rows)
         write(args.folder / "products.csv", ("round", "variant", "ms"), mm_rows)
         for tokens in args.tokens:
-            for name in models:
-                times = {r: ms for t, r, n, ms, _ in rows if (t, n) == (tokens, name)}
-                base = {r: ms for t, r, n, ms, _ in rows if (t, n) == (tokens, BASELINE)}
-                ratio = median(times[r] / base[r] for r in base)
-                print(tokens, name, f"{median(times.values()):.2f} ms, {ratio:.3f} of {BASELINE}")
+            for column, mode in ((3, "from an idle GPU"), (5, "queued")):
+                times = {(row[2], row[1]): row[column] for row in rows if row[0] == tokens}
+                turns = range(args.rounds)
+                for name in models:
+                    ratio = median(times[name, r] / times[BASELINE, r] for r in turns)
+                    middle = median(times[name, r] for r in turns)
+                    print(f"{tokens} {mode}, {name}: {middle:.2f} ms, {ratio:.3f} of {BASELINE}")
         for name in ("alone", *models):
             print("products", name, f"{median(ms for _, n, ms in mm_rows if n == name):.3f} ms")
         print("symmetric memory:", ficco.memory() >> 20, "MiB", flush=True)
