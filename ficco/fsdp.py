@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
 
 from ficco.accelerator import gpu
 from ficco.compute.program import Call, Symmetric
@@ -31,11 +30,10 @@ from ficco.runtime.workspace import (
     CachedCall,
     Invocation,
     Workspace,
-    invoke,
     new_kind,
     perform,
-    workspace_for,
-    workspace_of,
+    repeat,
+    workspace_at,
 )
 from ficco.schedules import Schedule
 from ficco.schedules.builder import Builder, WordAllocator
@@ -55,7 +53,7 @@ SUM_SLOT, GATHER_SLOT = 1, 2
 SUM_PIECES, SUM_BYTES = 4, 1 << 20
 
 #: Gathers move bytes: these dtypes stand for all dtypes of their size.
-CONTAINERS = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32", 8: "float64"}
+CONTAINERS = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 #: Reductions that are served.
 SUMMING = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM
 
@@ -197,8 +195,8 @@ class WeightCall(Invocation):
     """
 
     operator: str
-    source: torch.Tensor
-    out: torch.Tensor
+    source: Tensor
+    out: Tensor
     factor: float = 1.0
     purpose: str = ""
     place: tuple[Symmetric, int] | None = None
@@ -232,33 +230,13 @@ class WeightCall(Invocation):
 class _Buffer:
     """A buffer of gathers, and the tensor that uses it now."""
 
-    memory: torch.Tensor
-    user: Callable[[], torch.Tensor | None]
+    memory: Tensor
+    user: Callable[[], Tensor | None]
 
 
 #: The buffers of each workspace. Ranks take and drop tensors in one order, and so take the same
 #: buffers. Ranks that do not disagree on their calls, which raise ``RankMismatch``.
 _buffers: weakref.WeakKeyDictionary[Workspace, list[_Buffer]] = weakref.WeakKeyDictionary()
-
-
-def _take(
-    workspace: Workspace, count: int, dtype: torch.dtype, limit: int | None
-) -> torch.Tensor | None:
-    """A tensor in the smallest free buffer that is large enough, or in a new buffer; None if all
-    buffers would have more than ``limit`` bytes. A buffer is free once FSDP has dropped its tensor.
-    FSDP does so after its streams have been told to wait for the copies out of the tensor."""
-    buffers, nbytes = _buffers.setdefault(workspace, []), count * dtype.itemsize
-    fitting = [one for one in buffers if one.user() is None and one.memory.nbytes >= nbytes]
-    buffer = min(fitting, key=lambda one: one.memory.nbytes, default=None)
-    if buffer is None:
-        if limit is not None and nbytes + sum(one.memory.nbytes for one in buffers) > limit:
-            return None
-        buffer = _Buffer(workspace.empty((nbytes,), torch.uint8), lambda: None)
-        workspace.held.append(workspace.allocations[buffer.memory.data_ptr()])
-        buffers.append(buffer)
-    tensor = buffer.memory[:nbytes].view(dtype)
-    buffer.user = weakref.ref(tensor)
-    return tensor
 
 
 class _Arrival(dist.Work):
@@ -294,62 +272,85 @@ class _Hook:
     options: Options
     limit: int | None
 
+    def run(self, workspace: Workspace, key: Hashable, call: WeightCall) -> None:
+        """Run a call. ``key``: of its kind, by what can be read fast."""
+        if (known := workspace.repeated.get(key)) is not None:
+            tensors = {known[0].left: call.source, "out": call.out}
+            return repeat(workspace, known[0], call.operator, "", self.options, tensors)
+        with carried(self.options):
+            perform(workspace, call, self.options)
+            cached = workspace.programs[call.key(workspace, self.options)]
+        workspace.remember(key, cached, self.options)
+
 
 class Gathers(_Hook):
     """FSDP's all-gathers, as ``AllGather`` of ``torch.distributed.fsdp._fully_shard._fsdp_api``."""
 
-    @torch._disable_dynamo
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer for a gather."""
-        with carried(self.options):
-            workspace = workspace_of(self.param_group._all_gather_process_group, device, GATHER)
-            workspace.raise_error()
-            tensor = _take(workspace, int(size[0]), dtype, self.limit) if size[0] else None
+        group = self.param_group._all_gather_process_group
+        workspace = workspace_at(group, device, GATHER, self.options)
+        tensor = self._take(workspace, int(size[0]), dtype) if size[0] else None
         return self.before.allocate(size, dtype=dtype, device=device) if tensor is None else tensor
 
-    @torch._disable_dynamo
+    def _take(self, workspace: Workspace, count: int, dtype: torch.dtype) -> Tensor | None:
+        """A tensor in the smallest free buffer that is large enough, or in a new buffer; None if
+        all buffers would exceed the limit. A buffer is free once FSDP has dropped its tensor. FSDP
+        does so after its streams have been told to wait for the copies out of the tensor."""
+        buffers, nbytes = _buffers.setdefault(workspace, []), count * dtype.itemsize
+        fitting = [one for one in buffers if one.user() is None and one.memory.nbytes >= nbytes]
+        buffer = min(fitting, key=lambda one: one.memory.nbytes, default=None)
+        if buffer is None:
+            taken = sum(one.memory.nbytes for one in buffers)
+            if self.limit is not None and taken + nbytes > self.limit:
+                return None
+            with carried(self.options):
+                buffer = _Buffer(workspace.empty((nbytes,), torch.uint8), lambda: None)
+            workspace.held.append(workspace.allocations[buffer.memory.data_ptr()])
+            buffers.append(buffer)
+        tensor = buffer.memory[:nbytes].view(dtype)
+        buffer.user = weakref.ref(tensor)
+        return tensor
+
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Gather the slices of all ranks into a tensor of :meth:`allocate`."""
-        with carried(self.options):
-            workspace = workspace_for(group, output_tensor, "output_tensor", GATHER, self.options)
-            if output_tensor.untyped_storage().data_ptr() not in workspace.allocations:
-                if output_tensor.numel():  # else there is nothing to gather
-                    counters.stays(group.group_name, "all-gather", "no room", "raise buffer_bytes")
-                work: dist.Work | None = self.before(output_tensor, input_tensor, group, async_op)
-                return work
-            container = getattr(torch, CONTAINERS[min(output_tensor.itemsize, max(CONTAINERS))])
-            source, out = (one.view(container) for one in (input_tensor, output_tensor))
-            call = WeightCall(GATHER, source.view(1, -1), out.view(group.size(), -1))
-            if not async_op or out.is_cpu:
-                perform(workspace, call, self.options)
-                return None
-            # FSDP calls on the stream of the products, which must not wait for the gather yet.
-            stream = _side_stream(out.device)
-            stream.wait_stream(gpu.current_stream())
-            with gpu.stream(stream):
-                perform(workspace, call, self.options)
-            return _Arrival(stream.record_event())
+        source, out = input_tensor, output_tensor
+        workspace = workspace_at(group, out.device, GATHER, self.options)
+        if out.untyped_storage().data_ptr() not in workspace.allocations:
+            if out.numel():  # else there is nothing to gather
+                counters.stays(group.group_name, "all-gather", "no room", "raise buffer_bytes")
+            work: dist.Work | None = self.before(output_tensor, input_tensor, group, async_op)
+            return work
+        if out.dtype not in CONTAINERS.values():
+            container = CONTAINERS[min(out.itemsize, max(CONTAINERS))]
+            source, out = source.view(container), out.view(container)
+        call = WeightCall(GATHER, source.view(1, -1), out.view(group.size(), -1))
+        key = GATHER, out.data_ptr(), out.shape, out.dtype
+        if not async_op or out.is_cpu:
+            self.run(workspace, key, call)
+            return None
+        # FSDP calls on the stream of the products, which must not wait for the gather yet.
+        stream = _side_stream(out.device)
+        stream.wait_stream(gpu.current_stream())
+        with gpu.stream(stream):
+            self.run(workspace, key, call)
+        return _Arrival(stream.record_event())
 
 
 class GradientSums(_Hook):
     """FSDP's reduce-scatters: float32 sums in the order of ranks, times a factor, rounded once."""
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return plain memory: copies read gradients where they are."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    @torch._disable_dynamo
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: ProcessGroup,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
@@ -367,10 +368,10 @@ class GradientSums(_Hook):
         factor = 1 / world if op == dist.ReduceOp.AVG else 1.0
         if op == dist.ReduceOp.PREMUL_SUM:
             factor = float(op.__getstate__()[1])  # a tensor would be a new kind of call
-        with carried(self.options):
-            for first, last in cut(out.shape[1], -(-out.shape[1] // most)):
-                call = WeightCall(SUM, grads[:, first:last], out[:, first:last], factor)
-                invoke(group, call, out, "output_tensor", self.options)
+        workspace = workspace_at(group, out.device, SUM, self.options)
+        for first, last in cut(out.shape[1], -(-out.shape[1] // most)):
+            call = WeightCall(SUM, grads[:, first:last], out[:, first:last], factor)
+            self.run(workspace, (SUM, last - first, out.dtype, factor), call)
         return None
 
 
@@ -428,7 +429,7 @@ def use(
     for group, device in {one._all_gather_process_group: one.device for *_, one in served}.items():
         same = [tuple(row) for row, *_, one in served if one._all_gather_process_group is group]
         request = f"fsdp.use({same}, {reduce_scatter=}, {buffer_bytes=})"
-        workspace_of(group, device, "fsdp.use").meet("fsdp.use", request)
+        workspace_at(group, device, "fsdp.use", current()).meet("fsdp.use", request)
     for *_, module, one in served:
         rest = current(), buffer_bytes
         module.set_custom_all_gather(Gathers(one, one._all_gather_comm, *rest))
@@ -493,8 +494,7 @@ def _row(name: str, module: Any, param_group: Any) -> Served:
     elif len(_param_groups(module)) > 1:
         left = "PyTorch has no hooks for a module with several parameter groups"
     else:
-        workspace = workspace_of(group, param_group.device, "fsdp.use")
-        workspace.raise_error()
+        workspace = workspace_at(group, param_group.device, "fsdp.use", current())
         if (hosts := workspace.engine.hosts.count) > 1:
             left = f"its ranks are on {hosts} hosts"
     return Served(name, elements, group.size(), left)

@@ -13,9 +13,11 @@ import gc
 import itertools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -795,6 +797,57 @@ def test_killed_peer() -> None:
         assert {entry["peer"] for entry in gave_up(outcome)} == {2}
         assert closing is None and not violations, log
         assert seconds < 5
+
+
+def _held(at: Rank, how: str) -> Any:
+    """The copies by which the watchdogs of the survivors of rank 2 read words block, until the
+    group has an error if ``how`` is "for a while"."""
+    case = equal(3, 6, 8, 4, schedule="hetero-fused-1d")
+    for iteration in range(3):
+        exact(at, case, iteration)
+    at.barrier()
+    if at.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    double().double_hold(b"hipMemcpyAsync")
+    (workspace,) = workspaces()
+
+    def let_go() -> None:
+        while workspace.error is None:
+            time.sleep(0.01)
+        double().double_hold(b"")
+
+    if how == "for a while":
+        threading.Thread(target=let_go, daemon=True).start()
+    with (
+        mock.patch("ficco.runtime.watchdog.RELEASE_S", 20.0 if how == "for a while" else 2.0),
+        ficco.options(timeout_s=60, on_timeout="abort" if how == "abort" else "raise"),
+    ):
+        outcome = caught(lambda: attempted(at, case, None))
+        closing = caught(ficco.close)
+    return outcome, closing, double().double_violations(), double().double_said().decode()
+
+
+@pytest.mark.parametrize("series", SERIES)
+@pytest.mark.parametrize("how", ["for a while", "abort", "raise"])
+def test_killed_peer_beside_a_library_that_does_not_answer(how: str, series: str) -> None:
+    """No watchdog can read its signal words. Each rank ends with the rank that is missing."""
+    options: Any = {"lost": [2], "catch": True, "series": series}
+    *survivors, dead = run(3, _held, how, **options)
+    assert isinstance(dead, Died)
+    if how == "for a while":
+        for outcome, closing, violations, log in survivors:
+            assert {(entry["peer"], entry["ended"]) for entry in gave_up(outcome)} == {(2, True)}
+            assert closing is None and not violations, log
+        return
+    assert all(isinstance(rank, Died) and rank.exitcode == 1 for rank in survivors), survivors
+    # A rank that learns the error from the other one closes the group, which the library blocks.
+    unfreed = "the streams could not be freed"
+    ends = {"on_timeout='abort'", unfreed} if how == "abort" else {unfreed}
+    for rank in survivors:
+        assert set(re.findall("ficco: (.*), ending this process", rank.output)) <= ends, rank
+    first = next(rank.output for rank in survivors if "ficco: SignalTimeout: " in rank.output)
+    for word in ("waited", "for rank 2", "the driver did not answer", "of rank 2 has ended"):
+        assert word in first
 
 
 def test_lost_memory_of_a_peer() -> None:

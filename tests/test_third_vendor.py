@@ -7,6 +7,9 @@ out the signals before and after them. A new vendor is one file and a row in ``E
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +22,7 @@ import thread_driver
 import torch
 import torch.distributed as dist
 from cases import all_exact, equal, exact, gathered_a, shard_of
-from ranks import Rank, leave, on_ranks
+from ranks import Died, Rank, leave, on_ranks
 from subjects import integers
 from test_all_gather_matmul import (  # noqa: F401  collected here, on this module's ranks
     test_calls_in_any_order,
@@ -187,3 +190,24 @@ def test_a_collective_that_a_peer_never_joins_is_reported() -> None:
     assert failure.type == "SignalTimeout" and failure.fields["seconds"] < 30, failure
     step, schedule = failure.fields["step"], failure.fields["schedule"]
     assert (step, schedule) == ("all-gather (collective on compute0)", "serial:collective")
+
+
+def _with_blocked_queries(at: Rank) -> None:
+    case = equal(3, 6, 8, 4, schedule="growing")
+    for iteration in range(3):
+        exact(at, case, iteration)
+    at.barrier()
+    if at.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    thread_driver.Event.over = lambda event: threading.Event().wait()  # type: ignore
+    with ficco.options(timeout_s=60, on_timeout="abort"):
+        exact(at, case, 3)
+
+
+def test_a_killed_peer_is_named_while_no_query_of_an_event_returns() -> None:
+    """Neither the calling thread nor the watchdog gets an answer of the driver."""
+    *survivors, _ = ranks.run(3, _with_blocked_queries, fresh=True, catch=True, lost=[2])
+    for rank in survivors:
+        assert isinstance(rank, Died) and rank.exitcode == 1, rank
+        for words in ("for rank 2", "the driver did not answer", "The process of rank 2 has ended"):
+            assert words in rank.output

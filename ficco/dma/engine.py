@@ -207,8 +207,17 @@ class Engine(ABC):
         it since the last pulse. Must not disturb a capture."""
         raise NotImplementedError
 
+    def begun(self, slot: Slot) -> tuple[int, bool]:
+        """As :meth:`pulse`, without a call of the driver: a program that has begun and is not known
+        to have ended counts as running."""
+        raise NotImplementedError
+
     def missing(self, slot: Slot, program: Program) -> Missing | None:
-        """The signal or collective that a stuck program waits for; None if it cannot be read."""
+        """The signal or collective that a stuck program waits for; None if nothing is missing.
+
+        Raises:
+            BackendError: the signal words cannot be read.
+        """
         raise NotImplementedError
 
     @property

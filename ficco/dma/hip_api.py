@@ -445,8 +445,11 @@ def fill(address: int, nbytes: int, stream: Any) -> None:
 
 
 def copy_to_host(dst: int, src: int, nbytes: int, stream: Any) -> None:
-    """Copy bytes of a device to pinned host memory."""
-    calls.hipMemcpyAsync(dst, src, nbytes, _KIND.hipMemcpyDeviceToHost, stream)
+    """Copy bytes of a device to pinned host memory. Through ctypes, without the interpreter lock:
+    the watchdog reads signal words so, and the call may block."""
+    ends = ctypes.c_void_p(dst), ctypes.c_void_p(src), ctypes.c_size_t(nbytes)
+    kind = int(_KIND.hipMemcpyDeviceToHost)
+    _call_plain("hipMemcpyAsync", *ends, kind, stream.as_c_void_p())
 
 
 def copy_2d(

@@ -158,11 +158,20 @@ class Flights:
             previous, self._seen = self._seen, seen[0].serial if seen else 0
             return (seen[0].number if seen else 0), self._seen != previous
 
+    def oldest(self) -> int:
+        """The number of the oldest call that is not known to have ended, 0 if none. Takes no lock,
+        since a thread inside the driver may hold it."""
+        calls = [flight for calls in list(self._flying.values()) for flight in list(calls)[:1]]
+        return min(calls, key=lambda flight: flight.serial).number if calls else 0
+
     def idle(self) -> bool:
         """Whether all calls are complete."""
         with self._lock:
-            streams = list(self._flying.values())
-            return all(not flying or flying[-1].over() for flying in streams)
+            for flying in list(self._flying.values()):
+                calls = len(flying)  # a thread may begin another meanwhile
+                if calls and flying[calls - 1].over():
+                    self._landed += [flying.popleft() for _ in range(calls)]
+            return not any(list(self._flying.values()))
 
     def _first(self, flying: deque[Flight]) -> Flight | None:
         """The oldest incomplete call of a stream, if it has begun."""
@@ -299,17 +308,17 @@ class WatchedEngine(StreamEngine):
         with self.driver.aside():
             return watch.look()
 
+    def begun(self, slot: Slot) -> tuple[int, bool]:
+        watch: Watch | Flights = slot.state.watch
+        return watch.look() if isinstance(watch, Watch) else (watch.oldest(), False)
+
     def missing(self, slot: Slot, program: Program) -> Missing | None:
         steps = program.plan.steps
         if slot.memory is None:
             return Missing(next(i for i, step in enumerate(steps) if step.op == "collective"))
         if self._network is not None and (crossing := self._network.missing(program.plan)):
             return crossing
-        words: list[int] = []
-        with contextlib.suppress(BackendError):
-            words = self._read(slot)
-        if not words:
-            return None
+        words = self._read(slot)
         late = [
             Missing(index, signal.poster, wanted(signal), words[signal.word], signal)
             for index, step in enumerate(steps)
@@ -320,7 +329,7 @@ class WatchedEngine(StreamEngine):
         return min(late, key=lambda wait: bool(wait.signal and wait.signal.released), default=None)
 
     def _read(self, slot: Slot) -> list[int]:
-        """Read this rank's words of a slot, from any thread; empty if that takes too long."""
+        """Read this rank's words of a slot, from any thread."""
         words: Words = slot.state.words
         with self.driver.aside():
             at = target = self._read_buffer[0]
@@ -328,7 +337,7 @@ class WatchedEngine(StreamEngine):
                 self.driver.copy_to_host(at, address, count * WORD, self._rescue.handle)
                 at += count * WORD
             if not drained(partial(self.driver.idle, self._rescue.handle), READ_S):
-                return []
+                raise BackendError("stream query", "not ready", "the copy does not end")
         return list((ctypes.c_uint32 * words.count).from_address(target))
 
     @property

@@ -38,6 +38,7 @@ from ficco.runtime.workspace import (
     Invocation,
     Workspace,
     new_kind,
+    open_workspace,
     perform,
     repeat,
     workspace_for,
@@ -70,7 +71,9 @@ def run(
     """
     rows = rows if rows is None else frozen(rows)
     options, key = current(), None
-    workspace = workspace_for(group, a, LEFT[operator], operator, options)
+    workspace = open_workspace(group, a.device, options)
+    if workspace is None:
+        workspace = workspace_for(group, a, LEFT[operator], operator, options)
     engine, held = workspace.engine, workspace.allocations
     # Other arguments cannot be a key as they are, and are perhaps refused.
     plain = out is None and scales is None and not transposed
@@ -84,7 +87,8 @@ def run(
             key = *kind, a.dtype, shape, a.stride(), b.dtype, b.device, b.shape, b.stride()
             cached, known = workspace.repeated.get(key, (None, None))
             if cached is not None and (known is options or known == options):
-                tensors = repeat(workspace, cached, operator, purpose, options, a, b)
+                tensors = {cached.left: a, "b": b}
+                repeat(workspace, cached, operator, purpose, options, tensors)
                 return tensors["out"], tensors["gathered"] if return_gathered else None
     request = schedule, rows, return_gathered, out, purpose, scales, transposed
     invocation = ProductCall(operator, a, b, *request)

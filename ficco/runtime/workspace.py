@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from operator import attrgetter
 from threading import get_ident
 
 import torch
@@ -44,7 +45,7 @@ from ficco.errors import (
 )
 from ficco.heuristics import Decision
 from ficco.machine import Machine, digest, find, nearest
-from ficco.options import Options, current
+from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.runtime import counters
 from ficco.runtime import program as ranges
@@ -511,8 +512,6 @@ class Workspace:
         steps: list[Callable[[], object]] = []
         if self.watchdog is not None:
             steps.append(self.watchdog.stop)
-            if self.error is not None:  # interrupted calls may wait forever
-                steps.append(partial(self.engine.release, self.slots, GRACE_S))
         steps += [partial(self._free, slot) for slot in self.slots]
         steps += [memory.free for memory in self.allocations.values()]
         try:
@@ -587,22 +586,36 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
     return workspace
 
 
+def open_workspace(group: ProcessGroup, device: torch.device, options: Options) -> Workspace | None:
+    """Workspace of a group in which a call can begin now; None if there is none."""
+    workspace = _workspaces.get((group, device, options.engine))
+    if workspace is None or (
+        workspace.error or workspace.closed or workspace.thread or workspace.block_open
+    ):
+        return None
+    return workspace
+
+
 def workspace_for(
     group: ProcessGroup, a: torch.Tensor, name: str, operator: str, options: Options
 ) -> Workspace:
     """Workspace of a call under the current options. ``name``: of operand ``a``, for errors."""
-    workspace = _workspaces.get((group, a.device, options.engine))
-    if workspace is not None and not (
-        workspace.error or workspace.closed or workspace.thread or workspace.block_open
-    ):
-        return workspace
     if a.is_cpu and options.engine is None and backend_of(group) == "nccl":
         raise ValueError(
             f"{name}: required a CUDA tensor for a NCCL group, got one on cpu; move it to the GPU "
             "or use a gloo group"
         )
-    workspace = workspace_of(group, a.device, operator)
-    workspace.raise_error()
+    return workspace_at(group, a.device, operator, options)
+
+
+def workspace_at(
+    group: ProcessGroup, device: torch.device, operator: str, options: Options
+) -> Workspace:
+    """Workspace of a call under ``options``."""
+    if (workspace := open_workspace(group, device, options)) is None:
+        with carried(options):
+            workspace = workspace_of(group, device, operator)
+        workspace.raise_error()
     return workspace
 
 
@@ -767,7 +780,9 @@ def invoke(
 
     ``operand``: decides the device. ``name``: of this operand, for errors. ``options``: those in
     force at the call."""
-    workspace = workspace_for(group, operand, name, invocation.operator, options)
+    workspace = open_workspace(group, operand.device, options)
+    if workspace is None:
+        workspace = workspace_for(group, operand, name, invocation.operator, options)
     return perform(workspace, invocation, options)
 
 
@@ -792,22 +807,26 @@ def repeat(
     operator: str,
     purpose: str,
     options: Options,
-    a: torch.Tensor,
-    b: torch.Tensor,
-) -> dict[str, torch.Tensor]:
-    """Run an eager call of products of a known kind, as :func:`perform` does in more steps, and
-    return its tensors. Operands are used as they are, and all buffers have contiguous rows."""
+    tensors: dict[str, torch.Tensor],
+) -> None:
+    """Run an eager call of a known kind, as :func:`perform` does in more steps.
+
+    Args:
+        tensors: the operands, used as they are, and results that exist. The other buffers, which
+            must have contiguous rows, are added.
+    """
     try:
         workspace.begin(operator, options)
-        tensors, engine = {cached.left: a, "b": b}, workspace.engine
+        engine = workspace.engine
         for name, shape, strides, dtype in cached.fresh:
-            tensors[name] = engine.allocate(shape, strides, dtype)
+            if name not in tensors:
+                tensors[name] = engine.allocate(shape, strides, dtype)
         _announce(workspace, cached, operator, purpose)
         turn = workspace.calls % SLOTS
         program = cached.eager.get(turn)
         if program is None:
             program = cached.eager[turn] = program_of(workspace, cached)
-        differentiable = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+        differentiable = torch.is_grad_enabled() and any(map(_requires_grad, tensors.values()))
         if differentiable or _records or ranges.active():
             execute(workspace, cached, Call(tensors), program)
         else:  # what remains of :func:`execute`
@@ -816,8 +835,9 @@ def repeat(
     except BaseException as error:
         workspace.end(error)
         raise
-    return tensors
 
+
+_requires_grad = attrgetter("requires_grad")
 
 #: Timed Plans of the open blocks of :func:`timing_steps`, innermost last.
 _records: list[list[tuple[Plan, list[Span]]]] = []

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +20,7 @@ from ficco.dma.engine import Missing
 from ficco.dma.host import Hosts
 from ficco.errors import BackendError, FiccoError, RankMismatch, SignalTimeout
 from ficco.problems.products import Problem
-from ficco.runtime.watchdog import ENDED_S, PERIOD_S, Watchdog
+from ficco.runtime.watchdog import ANSWER_S, ENDED_S, PERIOD_S, DriverThread, Watchdog
 from ficco.schedules import NAMED, plan
 
 TIMEOUT_S = 0.4
@@ -41,6 +45,8 @@ class Engine:
 
     def pulse(self, slot: Slot) -> tuple[int, bool]:
         return self.running, self.ending
+
+    begun = pulse
 
     def missing(self, slot: Slot, program: Program) -> Missing:
         return next(
@@ -79,7 +85,9 @@ class Board:
 
 
 class Workspace:
+    dog: Watchdog
     calls = 7
+    thread = 0
 
     def __init__(
         self, running: int, ending: bool, error: RankMismatch | None, schedule: str = "growing"
@@ -95,6 +103,7 @@ class Workspace:
 
 
 Watch = Callable[..., Workspace]
+Block = Callable[..., threading.Event]
 
 
 @pytest.fixture
@@ -108,6 +117,7 @@ def watch() -> Iterator[Watch]:
         dog = Watchdog(workspace)  # type: ignore[arg-type]
         vars(dog).update({"timeout_s": TIMEOUT_S, "on_timeout": "raise"} | options)
         dogs.append(dog)
+        workspace.dog = dog
         return workspace
 
     yield start
@@ -314,3 +324,179 @@ def test_streams_that_cannot_be_freed_or_an_abort_end_the_process(
     output = capfd.readouterr().err
     assert "SignalTimeout: all_gather_matmul: rank 0 waited" in output
     assert 0 < output.index("left the board") < output.index("on_timeout='abort'")
+
+
+# A driver that does not answer, because another thread of the process is inside it.
+
+#: Limits of the watchdog for such a driver, in seconds.
+SHORT_S = {"ANSWER_S": 4 * PERIOD_S, "RELEASE_S": 8 * PERIOD_S, "CLOSE_S": PERIOD_S}
+
+
+@pytest.fixture
+def block(ended: list[int], monkeypatch: pytest.MonkeyPatch, watch: Watch) -> Iterator[Block]:
+    """Lets methods of an engine block until the process would end, or until the event is set."""
+    free = threading.Event()
+    for name, seconds in SHORT_S.items():
+        monkeypatch.setattr(f"ficco.runtime.watchdog.{name}", seconds)
+    monkeypatch.setattr("os._exit", lambda code: (ended.append(code), free.set()))
+
+    def blocked(method: Callable[..., Any], *args: Any) -> Any:
+        free.wait()
+        return method(*args)
+
+    def block(workspace: Workspace, *names: str) -> threading.Event:
+        for name in names:
+            setattr(workspace.engine, name, partial(blocked, getattr(workspace.engine, name)))
+        return free
+
+    yield block
+    free.set()
+
+
+@pytest.mark.parametrize("first", ["pulse", "missing"])
+@pytest.mark.parametrize(("gone", "silent", "peer"), [([1], [2], 1), ([], [2], 2), ([], [], None)])
+def test_a_driver_that_does_not_answer_hides_no_stuck_call(
+    first: str,
+    gone: list[int],
+    silent: list[int],
+    peer: int | None,
+    ended: list[int],
+    watch: Watch,
+    block: Block,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The error comes first, then the end of the process, whose streams cannot be freed."""
+    workspace = watch(running=0, timeout_s=3600 if gone else TIMEOUT_S)
+    workspace.board.ended_ranks, workspace.board.stopped = set(gone), silent
+    block(workspace, *(("pulse", "missing") if first == "pulse" else ("missing",)), "release")
+    workspace.engine.running = 7
+    assert soon(lambda: workspace.error)
+    error = workspace.error
+    assert isinstance(error, SignalTimeout) and (error.peer, error.ended) == (peer, bool(gone))
+    assert (error.operator, error.schedule) == ("all_gather_matmul", "growing")
+    assert "the driver did not answer" in error.step
+    assert "another thread of this process is inside it" in error.step
+    assert f"perhaps at {Path(__file__).name}:" in error.step  # this thread waits below
+    assert soon(lambda: ended) and ended == [1]
+    output = capfd.readouterr().err
+    assert 0 < output.index(str(error)) < output.index("the streams could not be freed")
+
+
+@pytest.mark.parametrize("first", ["pulse", "missing"])
+def test_a_driver_that_does_not_answer_stops_neither_warnings_nor_mismatches(
+    first: str,
+    watch: Watch,
+    block: Block,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(patience, "WARN_AFTER_S", 2 * PERIOD_S)
+    workspace = watch(timeout_s=3600)
+    with caplog.at_level("WARNING", "ficco"):
+        block(workspace, first)
+        assert soon(lambda: len(caplog.messages) >= 2)
+    assert all("the driver did not answer" in message for message in caplog.messages)
+    assert workspace.error is None
+    workspace.board.error = RankMismatch({0: "this", 1: "that"})
+    assert soon(lambda: workspace.error is workspace.board.error)
+
+
+def test_a_driver_that_answers_late_ends_nothing(
+    ended: list[int], monkeypatch: pytest.MonkeyPatch, watch: Watch, block: Block
+) -> None:
+    """Rank 2 has ended, and the call waits for rank 1."""
+    monkeypatch.setattr("ficco.runtime.watchdog.ANSWER_S", 60.0)
+    workspace = watch(timeout_s=3600)
+    free = block(workspace, "pulse")
+    workspace.board.ended_ranks.add(2)
+    time.sleep(2 * ENDED_S)
+    free.set()
+    assert until(workspace, 2 * ENDED_S) >= 2 * ENDED_S and not ended
+
+
+def test_a_driver_that_had_no_time_to_answer_ends_nothing(ended: list[int], watch: Watch) -> None:
+    """The process stands still, with the interpreter lock, for longer than all limits. The call
+    ends meanwhile, which only the driver knows."""
+    workspace = watch(running=0, timeout_s=ANSWER_S)
+    stand_still, pulse = ctypes.PyDLL(None).usleep, workspace.engine.pulse
+    workspace.engine.begun = lambda slot: (7, False)  # type: ignore[method-assign]
+
+    def slowly(slot: Slot) -> tuple[int, bool]:
+        for _ in range(10):
+            time.sleep(PERIOD_S / 2)
+        return pulse(slot)
+
+    workspace.engine.pulse = slowly  # type: ignore[method-assign]
+    dog, workspace.engine.running = workspace.dog, 7
+    assert soon(lambda: dog._waits) and soon(lambda: dog._question)
+    workspace.engine.running = 0
+    stand_still(int(1.1e6 * ANSWER_S))
+    assert soon(lambda: not dog._waits or workspace.error)
+    assert workspace.error is None and not ended
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_closing_beside_a_driver_that_does_not_answer_ends_the_process(
+    failed: bool, ended: list[int], block: Block
+) -> None:
+    """After an error: closing would wait for the driver. Without one, closing waits."""
+    workspace = Workspace(0, False, None)
+    block(workspace, "pulse", "idle", "release")
+    dog = Watchdog(workspace)  # type: ignore[arg-type]
+    assert soon(lambda: dog._question)
+    if failed:
+        workspace.error = FiccoError("broken off by MemoryError")
+    closing = threading.Thread(target=dog.stop)
+    closing.start()
+    closing.join(20.0 if failed else 10 * PERIOD_S)
+    assert closing.is_alive() is not failed and ended == [1] * failed
+
+
+@pytest.mark.parametrize("running", [7, 0])
+def test_later_calls_that_cannot_be_freed_end_the_process(
+    running: int, ended: list[int], watch: Watch, block: Block
+) -> None:
+    """The first release frees the streams. Later calls get stuck while the driver is blocked."""
+    workspace = watch()
+    assert soon(lambda: workspace.engine.releases)
+    workspace.engine.running = running
+    block(workspace, "release")
+    if running:
+        assert soon(lambda: ended) and ended == [1]
+    else:
+        time.sleep(3 * SHORT_S["RELEASE_S"])
+        assert not ended
+
+
+def test_streams_that_take_long_beside_a_driver_that_answers_end_no_process(
+    ended: list[int], monkeypatch: pytest.MonkeyPatch, watch: Watch
+) -> None:
+    """The caller has the error, and work of its own may come first on its streams."""
+    monkeypatch.setattr("ficco.runtime.watchdog.RELEASE_S", 2 * PERIOD_S)
+    workspace, waits = watch(), list[float]()
+
+    def in_vain(slots: list[Slot], seconds: float) -> bool:
+        time.sleep(2 * seconds)
+        waits.append(seconds)
+        return False
+
+    workspace.engine.release = in_vain  # type: ignore[method-assign]
+    workspace.error = FiccoError("broken off by MemoryError")
+    assert soon(lambda: len(waits) > 3) and not ended
+
+
+def test_a_call_of_the_driver_that_comes_too_late_is_not_made() -> None:
+    thread, free, late = DriverThread(), threading.Event(), list[int]()
+    assert thread.ask(lambda: 5, 20.0) == 5
+    thread.begin(free.wait)
+    with pytest.raises(TimeoutError):
+        thread.ask(lambda: late.append(1), 0.0)
+    with pytest.raises(BackendError, match="the device is lost"):
+        free.set()
+        thread.ask(lost, 20.0)
+    thread.stop()
+    assert not late
+
+
+def lost() -> None:
+    raise BackendError("hipEventQuery", "hipErrorLaunchFailure", "the device is lost")

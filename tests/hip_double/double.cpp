@@ -23,7 +23,8 @@
 //   HIP_DOUBLE_FAIL=call:code:first[:count]  `count` calls fail, from number `first`; 1 is the next
 //   HIP_DOUBLE_JITTER_US=0     largest random sleep before each operation of a queue
 //
-// double_delay delays all operations of one queue; double_lose removes the memory of a peer.
+// double_delay delays all operations of one queue; double_lose removes the memory of a peer;
+// double_hold lets the calls of one function block until another call of double_hold.
 //
 // The types of the prototypes are those of the binding's declarations; enumerations are ints.
 
@@ -221,12 +222,23 @@ int injected(const char* call) {
   return failure.code;
 }
 
+std::mutex holding;
+std::condition_variable let_go;
+std::string held;
+
+// Block while the function is held.
+void wait_if_held(const char* call) {
+  std::unique_lock<std::mutex> lock(holding);
+  let_go.wait(lock, [call] { return held != call; });
+}
+
 thread_local bool in_host_function = false;
 
 #define ENTER(name)                                                                    \
   do {                                                                                 \
     if (in_host_function)                                                              \
       return violation(NotSupported, "%s called from a host function of a queue", name); \
+    wait_if_held(name);                                                                \
     if (int code = injected(name)) return latch(code);                                 \
   } while (0)
 
@@ -1328,6 +1340,13 @@ API int double_delay(void* stream, long us) {
   if (entry == streams().end()) return InvalidHandle;
   entry->second->delay_us = us;
   return Success;
+}
+
+// Let the calls of a function block, and no longer those of the function before it.
+API void double_hold(const char* call) {
+  std::lock_guard<std::mutex> lock(holding);
+  held = call;
+  let_go.notify_all();
 }
 
 // Make the memory of a process unreachable.
