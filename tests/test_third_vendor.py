@@ -165,6 +165,27 @@ def test_mismatch_when_warm(schedule: str, difference: str) -> None:
     test_faults.assert_mismatch(outcomes, 2)
 
 
+def _with_blocked_queries(at: Rank) -> None:
+    case = equal(3, 6, 8, 4, schedule="growing")
+    for iteration in range(3):
+        exact(at, case, iteration)
+    at.barrier()
+    if at.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    thread_driver.Event.over = lambda event: threading.Event().wait()  # type: ignore
+    with ficco.options(timeout_s=60, on_timeout="abort"):
+        exact(at, case, 3)
+
+
+def test_a_killed_peer_is_named_while_no_query_of_an_event_returns() -> None:
+    """Neither the calling thread nor the watchdog gets an answer of the driver."""
+    *survivors, _ = ranks.run(3, _with_blocked_queries, fresh=True, catch=True, lost=[2])
+    for rank in survivors:
+        assert isinstance(rank, Died) and rank.exitcode == 1, rank
+        for words in ("for rank 2", "the driver did not answer", "The process of rank 2 has ended"):
+            assert words in rank.output
+
+
 def _alone(at: Rank) -> Any:
     """Return rank 0's error of a warm collective that rank 1 does not join."""
     group = dist.new_group(list(range(at.world)))
@@ -190,24 +211,3 @@ def test_a_collective_that_a_peer_never_joins_is_reported() -> None:
     assert failure.type == "SignalTimeout" and failure.fields["seconds"] < 30, failure
     step, schedule = failure.fields["step"], failure.fields["schedule"]
     assert (step, schedule) == ("all-gather (collective on compute0)", "serial:collective")
-
-
-def _with_blocked_queries(at: Rank) -> None:
-    case = equal(3, 6, 8, 4, schedule="growing")
-    for iteration in range(3):
-        exact(at, case, iteration)
-    at.barrier()
-    if at.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    thread_driver.Event.over = lambda event: threading.Event().wait()  # type: ignore
-    with ficco.options(timeout_s=60, on_timeout="abort"):
-        exact(at, case, 3)
-
-
-def test_a_killed_peer_is_named_while_no_query_of_an_event_returns() -> None:
-    """Neither the calling thread nor the watchdog gets an answer of the driver."""
-    *survivors, _ = ranks.run(3, _with_blocked_queries, fresh=True, catch=True, lost=[2])
-    for rank in survivors:
-        assert isinstance(rank, Died) and rank.exitcode == 1, rank
-        for words in ("for rank 2", "the driver did not answer", "The process of rank 2 has ended"):
-            assert words in rank.output
