@@ -167,10 +167,11 @@ class Flights:
     def idle(self) -> bool:
         """Whether all calls are complete."""
         with self._lock:
-            for flying in (streams := list(self._flying.values())):  # calls add others
-                if (count := len(flying)) and flying[count - 1].over():
-                    self._landed += [flying.popleft() for _ in range(count)]
-            return not any(streams)
+            for flying in list(self._flying.values()):
+                calls = len(flying)  # a thread may begin another meanwhile
+                if calls and flying[calls - 1].over():
+                    self._landed += [flying.popleft() for _ in range(calls)]
+            return not any(list(self._flying.values()))
 
     def _first(self, flying: deque[Flight]) -> Flight | None:
         """The oldest incomplete call of a stream, if it has begun."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from operator import attrgetter
 from threading import get_ident
 
 import torch
@@ -825,8 +826,8 @@ def repeat(
         program = cached.eager.get(turn)
         if program is None:
             program = cached.eager[turn] = program_of(workspace, cached)
-        grad = torch.is_grad_enabled() and any([one.requires_grad for one in tensors.values()])
-        if grad or _records or ranges.active():
+        differentiable = torch.is_grad_enabled() and any(map(_requires_grad, tensors.values()))
+        if differentiable or _records or ranges.active():
             execute(workspace, cached, Call(tensors), program)
         else:  # what remains of :func:`execute`
             engine.execute(program, Call(tensors))
@@ -835,6 +836,8 @@ def repeat(
         workspace.end(error)
         raise
 
+
+_requires_grad = attrgetter("requires_grad")
 
 #: Timed Plans of the open blocks of :func:`timing_steps`, innermost last.
 _records: list[list[tuple[Plan, list[Span]]]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -107,6 +106,28 @@ def test_a_call_in_which_the_host_hangs_runs_until_it_is_dropped() -> None:
     assert watched.look() == (3, True)
 
 
+@pytest.mark.parametrize("key", [1, 2])
+def test_a_call_begins_while_another_thread_queries_events(key: int) -> None:
+    """It does not wait, is the first of its stream or not, and is watched from then on."""
+    for name, seen in (("look", (0, False)), ("idle", False)):
+        watched, _ = flights()
+        first, second, begun = Caller(watched, 1), Caller(watched, key), list[bool]()
+        first.call(5)
+        first.stream.done = 1
+
+        def over(event: Event, second: Caller = second, begun: list[bool] = begun) -> bool:
+            if not begun:
+                begun.append(True)
+                with ThreadPoolExecutor() as thread:
+                    thread.submit(second.call, 6).result(20)
+            return event.stream.done >= event.at
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Event, "over", over)
+            assert getattr(watched, name)() in (seen, (6, True)) and begun
+        assert not watched.idle() and watched.look()[0] == watched.oldest() == 6
+
+
 def test_the_oldest_call_is_known_without_a_query_and_without_the_lock() -> None:
     """Another thread is inside the driver, with the lock."""
     watched, _ = flights()
@@ -125,29 +146,6 @@ def test_the_oldest_call_is_known_without_a_query_and_without_the_lock() -> None
     assert not watched.idle() and oldest() == 6
     first.stream.done = first.stream.enqueued
     assert watched.idle() and oldest() == 0
-
-
-def test_a_call_begins_while_the_watchdog_looks() -> None:
-    """It does not wait, and may be the first of its stream."""
-    watched, events = flights()
-    first, second = Caller(watched, 1), Caller(watched, 2)
-    first.call(5)
-    threads: list[threading.Thread] = []
-
-    def over(event: Event) -> bool:
-        if not threads:
-            threads.append(threading.Thread(target=second.call, args=(6,), daemon=True))
-            threads[0].start()
-            threads[0].join(10)
-            assert not threads[0].is_alive()
-        return event.stream.done >= event.at
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Event, "over", over)
-        assert watched.look() == (5, True)
-    assert threads and not watched.idle()
-    first.stream.done = 1
-    assert watched.look() == (6, True)
 
 
 def test_events_are_reused_and_queried_only_by_the_watchdog() -> None:
