@@ -10,6 +10,7 @@ import re
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import ranks
 import thread_driver
@@ -107,6 +109,26 @@ def test_memory_is_allocated_when_nothing_needs_the_relay(at: Rank) -> None:
             ficco.synchronize()
             verify(case, results, operands)
         assert quiet == [True] * 5  # for the second slot and four tensors
+
+
+@on_ranks(2)
+def test_pinned_memory_is_kept_while_the_group_is_open(at: Rank) -> None:
+    """The relay's thread may hold the last view of memory that is no longer used. To free pinned
+    memory PyTorch calls the driver, which may wait for a stream that waits for the relay."""
+    freed: list[str] = []
+
+    def pinned(driver: Any, nbytes: int) -> torch.Tensor:
+        memory = np.empty(nbytes, np.uint8)
+        weakref.finalize(memory, lambda: freed.append(threading.current_thread().name))
+        return torch.from_numpy(memory)
+
+    with host_of(at, 2), mock.patch.object(thread_driver.ThreadDriver, "pinned", pinned):
+        for turn, rows in enumerate((4, 64, 256)):
+            exact(at, equal(2, rows, 64, 64, schedule="growing"), turn)
+            for cached in workspaces()[0].programs.values():
+                cached.forget()
+            gc.collect()
+            assert not freed
 
 
 @on_ranks(2)

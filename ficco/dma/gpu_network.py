@@ -148,7 +148,9 @@ class GlooRelay(GpuNetwork):
         self._links = GlooLinks(engine)
         self._reached = engine.driver.host(WORD)
         self._done = engine.driver.waitable(engine.means.words)
-        self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu")
+        # All are kept: the thread may drop the last view of one, and to free pinned memory PyTorch
+        # calls the device's runtime.
+        self._pinned = [torch.empty(0, dtype=torch.uint8, device="cpu")]
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._current: tuple[_Job, PeerExchange] | None = None
         self._stopped, self._writing = False, threading.Lock()
@@ -196,10 +198,10 @@ class GlooRelay(GpuNetwork):
         """Buffers of the given sizes in bytes, cut from the pinned memory."""
         total = sum(aligned := [align(size) for size in sizes])
         with torch.inference_mode(False):  # calls of other modes use it, too
-            if total > self._pinned.numel():  # at least double it: older buffers stay in use
+            if total > (before := self._pinned[-1].numel()):  # older buffers stay in use
                 with self._engine.driver.aside():
-                    self._pinned = self._engine.driver.pinned(max(total, 2 * self._pinned.numel()))
-            parts = self._pinned[:total].split(aligned)
+                    self._pinned.append(self._engine.driver.pinned(max(total, 2 * before)))
+            parts = self._pinned[-1][:total].split(aligned)
             return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def _serve(self) -> None:
