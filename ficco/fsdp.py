@@ -33,7 +33,7 @@ from ficco.runtime.workspace import (
     new_kind,
     perform,
     repeat,
-    workspace_at,
+    workspace_for,
 )
 from ficco.schedules import Schedule
 from ficco.schedules.builder import Builder, WordAllocator
@@ -53,7 +53,7 @@ SUM_SLOT, GATHER_SLOT = 1, 2
 SUM_PIECES, SUM_BYTES = 4, 1 << 20
 
 #: Gathers move bytes: these dtypes stand for all dtypes of their size.
-CONTAINERS = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+CONTAINERS = {1: "float8_e4m3fn", 2: "bfloat16", 4: "float32", 8: "float64"}
 #: Reductions that are served.
 SUMMING = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM
 
@@ -289,7 +289,7 @@ class Gathers(_Hook):
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a buffer for a gather."""
         group = self.param_group._all_gather_process_group
-        workspace = workspace_at(group, device, GATHER, self.options)
+        workspace = workspace_for(group, device, GATHER, self.options)
         tensor = self._take(workspace, int(size[0]), dtype) if size[0] else None
         return self.before.allocate(size, dtype=dtype, device=device) if tensor is None else tensor
 
@@ -317,14 +317,14 @@ class Gathers(_Hook):
     ) -> dist.Work | None:
         """Gather the slices of all ranks into a tensor of :meth:`allocate`."""
         source, out = input_tensor, output_tensor
-        workspace = workspace_at(group, out.device, GATHER, self.options)
+        workspace = workspace_for(group, out.device, GATHER, self.options)
         if out.untyped_storage().data_ptr() not in workspace.allocations:
             if out.numel():  # else there is nothing to gather
                 counters.stays(group.group_name, "all-gather", "no room", "raise buffer_bytes")
             work: dist.Work | None = self.before(output_tensor, input_tensor, group, async_op)
             return work
-        if out.dtype not in CONTAINERS.values():
-            container = CONTAINERS[min(out.itemsize, max(CONTAINERS))]
+        container = getattr(torch, CONTAINERS[min(out.itemsize, max(CONTAINERS))])
+        if out.dtype is not container:
             source, out = source.view(container), out.view(container)
         call = WeightCall(GATHER, source.view(1, -1), out.view(group.size(), -1))
         key = GATHER, out.data_ptr(), out.shape, out.dtype
@@ -368,7 +368,7 @@ class GradientSums(_Hook):
         factor = 1 / world if op == dist.ReduceOp.AVG else 1.0
         if op == dist.ReduceOp.PREMUL_SUM:
             factor = float(op.__getstate__()[1])  # a tensor would be a new kind of call
-        workspace = workspace_at(group, out.device, SUM, self.options)
+        workspace = workspace_for(group, out.device, SUM, self.options)
         for first, last in cut(out.shape[1], -(-out.shape[1] // most)):
             call = WeightCall(SUM, grads[:, first:last], out[:, first:last], factor)
             self.run(workspace, (SUM, last - first, out.dtype, factor), call)
@@ -429,7 +429,7 @@ def use(
     for group, device in {one._all_gather_process_group: one.device for *_, one in served}.items():
         same = [tuple(row) for row, *_, one in served if one._all_gather_process_group is group]
         request = f"fsdp.use({same}, {reduce_scatter=}, {buffer_bytes=})"
-        workspace_at(group, device, "fsdp.use", current()).meet("fsdp.use", request)
+        workspace_for(group, device, "fsdp.use", current()).meet("fsdp.use", request)
     for *_, module, one in served:
         rest = current(), buffer_bytes
         module.set_custom_all_gather(Gathers(one, one._all_gather_comm, *rest))
@@ -494,7 +494,7 @@ def _row(name: str, module: Any, param_group: Any) -> Served:
     elif len(_param_groups(module)) > 1:
         left = "PyTorch has no hooks for a module with several parameter groups"
     else:
-        workspace = workspace_at(group, param_group.device, "fsdp.use", current())
+        workspace = workspace_for(group, param_group.device, "fsdp.use", current())
         if (hosts := workspace.engine.hosts.count) > 1:
             left = f"its ranks are on {hosts} hosts"
     return Served(name, elements, group.size(), left)

@@ -195,7 +195,7 @@ def _checked(a_shard: torch.Tensor, group: ProcessGroup | DeviceMesh | None) -> 
             "a_shard: ficco.arriving has no gradient; pass a_shard.detach() within a "
             "torch.autograd.Function of your own"
         )
-    return workspace_for(process_group(group), a_shard, "a_shard", NAME, current())
+    return workspace_for(process_group(group), a_shard.device, NAME, current())
 
 
 @dataclass(eq=False)

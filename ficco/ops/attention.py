@@ -391,7 +391,7 @@ def _record_forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     and, with ``save_gathered``, the gathered keys and values as rows."""
     q, k, v = operands
     invocation = AttentionCall(NAME, q, k, v, request.schedule, request.facts, keeps=any(needs))
-    invoke(request.group, invocation, q, "q", current())
+    invoke(request.group, invocation, q, current())
     return invocation.results
 
 
@@ -408,7 +408,7 @@ def _record_backward(request: Request, grad: torch.Tensor, saved: Any, needs: Ne
     of, rows = Result(out, lse, _heads(grad)), gathered[0] if gathered else None
     name, schedule, facts = f"{NAME}_backward", request.schedule, request.facts
     invocation = AttentionCall(name, q, k, v, schedule, facts, of=of, gathered=rows)
-    invoke(request.group, invocation, q, "q", current())
+    invoke(request.group, invocation, q, current())
     return invocation.results
 
 

@@ -73,7 +73,7 @@ def run(
     options, key = current(), None
     workspace = open_workspace(group, a.device, options)
     if workspace is None:
-        workspace = workspace_for(group, a, LEFT[operator], operator, options)
+        workspace = workspace_for(group, a.device, operator, options)
     engine, held = workspace.engine, workspace.allocations
     # Other arguments cannot be a key as they are, and are perhaps refused.
     plain = out is None and scales is None and not transposed

@@ -229,5 +229,5 @@ def _workspace(group: ProcessGroup, tensors: list[torch.Tensor], operator: str) 
                 return workspace
         if not existing:
             with suppress(ValueError, NotImplementedError):  # no engine serves the device
-                return workspace_for(group, tensor, "operand", operator, current())
+                return workspace_for(group, tensor.device, operator, current())
     return existing[0] if len(existing) == 1 else None

@@ -213,7 +213,7 @@ def _run(
     """Run a layer or one of its halves; return its results by name. ``out`` has an extra last row.
     Pairs without a row read it, so it is zero unless the layer is exact."""
     invocation = RoundCall(layer, request.schedule, blocks, operands, purpose)
-    invoke(request.group, invocation, invocation.like, "tokens", current())
+    invoke(request.group, invocation, invocation.like, current())
     return invocation.results
 
 
@@ -276,7 +276,7 @@ class RoundCall(Invocation):
 
 
 def _engine(request: Request, tensor: torch.Tensor) -> Engine:
-    return workspace_for(request.group, tensor, "tokens", NAME, current()).engine
+    return workspace_for(request.group, tensor.device, NAME, current()).engine
 
 
 def _cached_starts(layer: ExpertLayer, blocks: Blocks) -> Mapping[str, np.ndarray[Any, Any]]:

@@ -324,7 +324,7 @@ def make_routing(
             engine = _engine(indices, group)
             placed = _placed(indices, experts, capacity, engine)
             return Routing(indices, experts, capacity, overflow, placed)
-        workspace = workspace_for(group, indices, "indices", NAME, current())
+        workspace = workspace_for(group, indices.device, NAME, current())
         return _asking(workspace, indices, experts, capacity, overflow)
 
 

@@ -114,7 +114,7 @@ def _forward(request: Request, operands: Tensors, needs: Needs) -> Saved:
     q, k, v = operands
     saves = ("heads" if current().save_gathered else "shards") if any(needs) else ""
     invocation = HeadsCall(request, (q.shape, k.shape), {"q": q, "k": k, "v": v}, saves)
-    invoke(request.group, invocation, q, "q", current())
+    invoke(request.group, invocation, q, current())
     results = invocation.results
     return _by_batch(results["out"], q.shape), *(results[name] for name in KEPT if name in results)
 
@@ -135,7 +135,7 @@ def _backward(request: Request, grad: torch.Tensor, saved: Any, needs: Needs) ->
         operands |= {"q": q, "k": k, "v": v, "out": out}
     saves = "shards" if len(intermediates) == 1 else "heads"
     invocation = HeadsCall(request, (q.shape, k.shape), operands, saves, backward=True)
-    invoke(request.group, invocation, grad, "gradient", current())
+    invoke(request.group, invocation, grad, current())
     results = invocation.results
     heads, shared = q.shape[1] // request.group.size(), q.shape[1] // k.shape[1]
     owners = [

@@ -167,11 +167,17 @@ def _opened(
     """Open the board and the engine of a group. Collective.
 
     Raises:
-        ValueError: the group has PyTorch's fake backend.
+        ValueError: the group has PyTorch's fake backend, or NCCL for a CPU.
         PeerFailed: a rank of another host could not make its engine.
         RankMismatch: a rank of another host has another kind of engine.
     """
-    if backend_of(group) == "fake":
+    backend = backend_of(group)
+    if backend == "nccl" and device.type == "cpu" and options.engine is None:
+        raise ValueError(
+            f"{operator}: required a CUDA tensor for a NCCL group, got one on cpu; move it to the "
+            "GPU or use a gloo group"
+        )
+    if backend == "fake":
         raise ValueError(
             f"{operator}: required a group of ranks that exist, such as of gloo or NCCL, got "
             "PyTorch's fake backend, whose peers send nothing; trace with fake tensors "
@@ -597,18 +603,6 @@ def open_workspace(group: ProcessGroup, device: torch.device, options: Options) 
 
 
 def workspace_for(
-    group: ProcessGroup, a: torch.Tensor, name: str, operator: str, options: Options
-) -> Workspace:
-    """Workspace of a call under the current options. ``name``: of operand ``a``, for errors."""
-    if a.is_cpu and options.engine is None and backend_of(group) == "nccl":
-        raise ValueError(
-            f"{name}: required a CUDA tensor for a NCCL group, got one on cpu; move it to the GPU "
-            "or use a gloo group"
-        )
-    return workspace_at(group, a.device, operator, options)
-
-
-def workspace_at(
     group: ProcessGroup, device: torch.device, operator: str, options: Options
 ) -> Workspace:
     """Workspace of a call under ``options``."""
@@ -770,19 +764,14 @@ def _announce(workspace: Workspace, cached: CachedCall, operator: str, purpose: 
 
 
 def invoke(
-    group: ProcessGroup,
-    invocation: Invocation,
-    operand: torch.Tensor,
-    name: str,
-    options: Options,
+    group: ProcessGroup, invocation: Invocation, operand: torch.Tensor, options: Options
 ) -> Call:
     """Enqueue a call on a GPU, or run it on the CPU, and return it with its result tensors.
 
-    ``operand``: decides the device. ``name``: of this operand, for errors. ``options``: those in
-    force at the call."""
+    ``operand``: decides the device. ``options``: those in force at the call."""
     workspace = open_workspace(group, operand.device, options)
     if workspace is None:
-        workspace = workspace_for(group, operand, name, invocation.operator, options)
+        workspace = workspace_for(group, operand.device, invocation.operator, options)
     return perform(workspace, invocation, options)
 
 

@@ -24,18 +24,18 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3500, 1835),
-    "dma": (7430, 4170),
+    "dma": (7470, 4205),
     "heuristics": (1600, 720),
     "hip_kernels": (1205, 575),
     "integrations": (985, 500),
     "machine": (1460, 640),
     "nn": (2195, 1055),
-    "ops": (5920, 2755),
+    "ops": (5940, 2780),
     "passes": (1975, 1170),
     "plan": (1110, 540),
     "problems": (2425, 1090),
     "proof": (1810, 1250),
-    "runtime": (1990, 1130),
+    "runtime": (2135, 1220),
     "schedules": (4680, 2760),
     "simulate": (1255, 820),
     "tools": (13645, 7690),
@@ -44,7 +44,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "accelerator.py": (10, 5),
     "api.py": (360, 120),
     "errors.py": (295, 105),
-    "fsdp.py": (500, 285),
+    "fsdp.py": (500, 295),
     "options.py": (220, 100),
     "tile.py": (95, 20),
     "version.py": (25, 15),
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 40_150
+LINES_OF_TESTS = 40_535
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
