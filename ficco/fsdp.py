@@ -34,6 +34,7 @@ from ficco.runtime.workspace import (
     perform,
     repeat,
     workspace_for,
+    workspaces,
 )
 from ficco.schedules import Schedule
 from ficco.schedules.builder import Builder, WordAllocator
@@ -228,15 +229,15 @@ class WeightCall(Invocation):
 
 @dataclass(eq=False)
 class _Buffer:
-    """A buffer of gathers, and the tensor that uses it now."""
+    """A buffer of gathers, which its workspace keeps, and the tensor that uses it now.
+
+    Ranks take and drop tensors in one order, and so take the same buffers. Ranks that do not
+    disagree on their calls, which raise ``RankMismatch``.
+    """
 
     memory: Tensor
+    nbytes: int
     user: Callable[[], Tensor | None]
-
-
-#: The buffers of each workspace. Ranks take and drop tensors in one order, and so take the same
-#: buffers. Ranks that do not disagree on their calls, which raise ``RankMismatch``.
-_buffers: weakref.WeakKeyDictionary[Workspace, list[_Buffer]] = weakref.WeakKeyDictionary()
 
 
 class _Arrival(dist.Work):
@@ -297,17 +298,16 @@ class Gathers(_Hook):
         """A tensor in the smallest free buffer that is large enough, or in a new buffer; None if
         all buffers would exceed the limit. A buffer is free once FSDP has dropped its tensor. FSDP
         does so after its streams have been told to wait for the copies out of the tensor."""
-        buffers, nbytes = _buffers.setdefault(workspace, []), count * dtype.itemsize
-        fitting = [one for one in buffers if one.user() is None and one.memory.nbytes >= nbytes]
-        buffer = min(fitting, key=lambda one: one.memory.nbytes, default=None)
+        buffers, nbytes = workspace.held, count * dtype.itemsize
+        fitting = [one for one in buffers if one.nbytes >= nbytes and one.user() is None]
+        buffer = min(fitting, key=lambda one: one.nbytes, default=None)
         if buffer is None:
-            taken = sum(one.memory.nbytes for one in buffers)
+            taken = sum(one.nbytes for one in buffers)
             if self.limit is not None and taken + nbytes > self.limit:
                 return None
             with carried(self.options):
-                buffer = _Buffer(workspace.empty((nbytes,), torch.uint8), lambda: None)
-            workspace.held.append(workspace.allocations[buffer.memory.data_ptr()])
-            buffers.append(buffer)
+                memory = workspace.empty((nbytes,), torch.uint8)
+            buffers.append(buffer := _Buffer(memory, nbytes, lambda: None))
         tensor = buffer.memory[:nbytes].view(dtype)
         buffer.user = weakref.ref(tensor)
         return tensor
@@ -422,7 +422,7 @@ def use(
         RankMismatch: the ranks have different models or arguments.
     """
     sharded = _checked(model, reduce_scatter, buffer_bytes)
-    if any(one.user() is not None for buffers in _buffers.values() for one in buffers):
+    if any(one.user() is not None for workspace in workspaces() for one in workspace.held):
         gc.collect()  # a model that failed within a step may be gone on some ranks only
     rows = [_row(*each) for each in sharded]
     served = [(row, *each) for row, each in zip(rows, sharded, strict=True) if not row.left]

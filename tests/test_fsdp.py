@@ -440,7 +440,7 @@ def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
     assert not any(count.left for count in counts.values())
     assert sum(count.calls for (_, name), count in counts.items() if name == GATHER) >= 2 * 6 * 5
     assert any(name == SUM for _, name in counts) == (mode != "gathers only")
-    served = [workspace for workspace in workspaces() if workspace in fsdp._buffers]
+    served = [workspace for workspace in workspaces() if workspace.held]
     assert served
     for workspace in served:  # one buffer of the root, two of blocks
         for kind in workspace.programs.values():
@@ -449,7 +449,7 @@ def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
                 assert program.slot is workspace._slots[0][operator == GATHER], (
                     "no gather waits for a sum"
                 )
-        sizes = [buffer.memory.nbytes for buffer in fsdp._buffers[workspace]]
+        sizes = [buffer.nbytes for buffer in workspace.held]
         assert len(sizes) <= (6 if mode in ("prefetched", "unsharded before") else 3)
         assert workspace.nbytes >= sum(sizes)
     ficco.close()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -212,7 +213,7 @@ class Workspace:
         calls: number of the latest call, the same on every rank.
         limit_s: seconds that a call waits for a peer, unless the options set a limit.
         allocations: symmetric memory of tensors from :meth:`empty`, by address.
-        held: the allocations that ficco itself has requested.
+        held: buffers of ficco's own in ``allocations``, which have ``nbytes``.
         programs: cached Plans and Programs, by the key of a kind of call.
         repeated: kinds of eager calls by their arguments alone, with the options of the latest
             call; for operands that are used as they are. See :func:`repeat`.
@@ -250,7 +251,7 @@ class Workspace:
         self._watched: dict[int, Slot | None] = {}  # slots of collectives
         self._pinned: list[Slot] = []
         self.allocations: dict[int, Symmetric] = {}
-        self.held: list[Symmetric] = []
+        self.held: list[Any] = []
         self.watchdog = Watchdog(self) if self.engine.asynchronous else None
         self.engine.interrupt = self.interrupt
 
