@@ -660,8 +660,8 @@ class GpuEngine(WatchedEngine):
         waits[gate].enqueue(self.driver.stream(self.driver.caller()))
 
     def _execute(self, program: Program, call: Call, in_turn: bool = False) -> None:
-        """Enqueue a call. Most calls take none of the methods below: one that is in no cache takes
-        2 us (x86-64, 2026-11-29). ``in_turn``: the launches of tiled products have their turn."""
+        """Enqueue a call. Most calls take none of the methods below, which saves their host time.
+        ``in_turn``: the launches of tiled products have their turn."""
         known, raw = program.state, self.driver.caller()
         call.state = self._lanes.get((raw, False))
         if call.state is None or "flights" not in known:

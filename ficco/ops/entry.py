@@ -41,10 +41,7 @@ def watched(*operands: torch.Tensor) -> bool:
     """Return whether a call is traced or watched, or has operands that are not plain tensors."""
     if is_compiling() or _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
         return True
-    for operand in operands:  # a few us less than a set of their types, of a call in no cache
-        if type(operand) not in _PLAIN:
-            return True
-    return False
+    return not _PLAIN.issuperset(map(type, operands))
 
 
 def check_traced(**operands: torch.Tensor) -> bool:

@@ -537,7 +537,7 @@ def operate(
     scales: Scales | None = None,
 ) -> Result:
     """Return the product of one call, and the gathered A or None."""
-    try:  # in place of a decorator, whose call takes a tenth of the checks
+    try:  # in place of the decorator `tells_refusals`, which would be one more call
         traced = watched(a, b)
         if traced and not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
             raise not_a_tensor(*("b", b) if isinstance(a, torch.Tensor) else (LEFT[operator], a))

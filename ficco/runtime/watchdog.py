@@ -6,8 +6,9 @@ they begin and end; captured calls, and all calls through HIP, write words to pi
 The thread makes no call that could break a capture.
 
 A call of the driver can block without limit while another thread of the process is inside the
-driver: with CUDA, copies did while a thread instantiated a graph or copied to the CPU (H200). So a
-second thread makes the calls of the driver, and the watchdog waits for it as long as it has time.
+driver: with CUDA, copies do while a thread loads a kernel or instantiates a graph, which may wait
+for the device (docs/results/engine.md). So a second thread makes the calls of the driver, and the
+watchdog waits for it as long as it has time.
 """
 
 from __future__ import annotations

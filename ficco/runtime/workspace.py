@@ -168,17 +168,11 @@ def _opened(
     """Open the board and the engine of a group. Collective.
 
     Raises:
-        ValueError: the group has PyTorch's fake backend, or NCCL for a CPU.
+        ValueError: the group has PyTorch's fake backend.
         PeerFailed: a rank of another host could not make its engine.
         RankMismatch: a rank of another host has another kind of engine.
     """
-    backend = backend_of(group)
-    if backend == "nccl" and device.type == "cpu" and options.engine is None:
-        raise ValueError(
-            f"{operator}: required a CUDA tensor for a NCCL group, got one on cpu; move it to the "
-            "GPU or use a gloo group"
-        )
-    if backend == "fake":
+    if backend_of(group) == "fake":
         raise ValueError(
             f"{operator}: required a group of ranks that exist, such as of gloo or NCCL, got "
             "PyTorch's fake backend, whose peers send nothing; trace with fake tensors "
@@ -578,6 +572,11 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
             )
         if key in _begun:
             raise FiccoError(_THREADS.format(operator))
+        if device.type == "cpu" and options.engine is None and backend_of(group) == "nccl":
+            raise ValueError(
+                f"{operator}: required a CUDA tensor for a NCCL group, got one on cpu; move it to "
+                "the GPU or use a gloo group"
+            )
         _begun.add(key)
         try:
             workspace = _workspaces[key] = Workspace(group, device, options, operator)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import ficco
 import ficco.nn
 from ficco.nn import functional as layers
+from ficco.runtime.workspace import _workspaces as opened
 from ficco.runtime.workspace import workspaces
 
 #: Timeout of a call in seconds; a test fails if a call reaches it.
@@ -152,6 +154,26 @@ def test_a_call_that_one_rank_refuses(at: Rank, warm: bool) -> None:
         assert not isinstance(caught(valid_call), Failure), name
         ficco.close()
     dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_an_operand_on_the_cpu_in_a_group_of_nccl(at: Rank) -> None:
+    """The workspace of the group stands for that of a GPU, which the peers use."""
+    x, b = torch.ones(4, 8), torch.ones(8, 3)
+    with own_group(at) as group, ficco.options(timeout_s=PATIENCE_S):
+        product = partial(ficco.all_gather_matmul, x, b, group=group)
+        product()
+        if at.rank:
+            cpu, gpu = ((group, torch.device(kind), None) for kind in ("cpu", "cuda"))
+            opened[gpu] = opened.pop(cpu)
+        with mock.patch("ficco.runtime.workspace.backend_of", lambda group: "nccl"):
+            begin, failure = time.monotonic(), caught(product)
+        assert time.monotonic() - begin < AT_ONCE_S
+        if at.rank:
+            assert failure.type == "ValueError" and "got one on cpu" in failure.text, failure
+        else:
+            assert failure.type == "RankMismatch", failure
+            assert "got one on cpu" in failure.fields["values"][1], failure
 
 
 @on_ranks(2)
