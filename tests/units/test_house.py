@@ -30,7 +30,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "integrations": (985, 500),
     "machine": (1460, 640),
     "nn": (2195, 1055),
-    "ops": (5940, 2780),
+    "ops": (5935, 2775),
     "passes": (1975, 1170),
     "plan": (1110, 540),
     "problems": (2425, 1090),
@@ -44,7 +44,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "accelerator.py": (10, 5),
     "api.py": (360, 120),
     "errors.py": (295, 105),
-    "fsdp.py": (500, 295),
+    "fsdp.py": (500, 290),
     "options.py": (220, 100),
     "tile.py": (95, 20),
     "version.py": (25, 15),
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 40_535
+LINES_OF_TESTS = 40_560
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
