@@ -278,22 +278,26 @@ class Done(NamedTuple):
 
 def of_rank(at: Rank, task: Round) -> Counter[str]:
     """Run a round on one rank; count its calls by operator, and its replays."""
-    with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"), groups(at, task) as opened:
-        kinds = drawn(at, task, opened)
-        graphs = captured(at, kinds) if at.device.type == "cuda" else []
-        before = sum(workspace.calls for workspace in workspaces())
-        with ficco.options(replay=task.number % 2 == 0):
-            try:
-                counts = calls(at, task, kinds, graphs)
-            except BaseException as error:
-                for workspace in workspaces():  # otherwise the peers wait for this rank
-                    workspace.fail(error)
-                raise
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-        counts[MADE] = sum(one.calls for one in workspaces()) - before
-        counts["groups whose numbers wrapped"] = sum(one.calls >= NUMBERS for one in workspaces())
-        return counts
+    try:
+        with ficco.options(timeout_s=TIMEOUT_S, on_timeout="raise"), groups(at, task) as opened:
+            kinds = drawn(at, task, opened)
+            graphs = captured(at, kinds) if at.device.type == "cuda" else []
+            before = sum(workspace.calls for workspace in workspaces())
+            with ficco.options(replay=task.number % 2 == 0):
+                try:
+                    counts = calls(at, task, kinds, graphs)
+                except BaseException as error:
+                    for workspace in workspaces():  # otherwise the peers wait for this rank
+                        workspace.fail(error)
+                    raise
+            counts[MADE] = sum(one.calls for one in workspaces()) - before
+            counts["groups whose numbers wrapped"] = sum(w.calls >= NUMBERS for w in workspaces())
+            for kind in graphs:  # NCCL does not destroy a group that a graph holds
+                kind.graph = None
+            watch()
+            return counts
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager
