@@ -105,6 +105,7 @@ gpu-bench:
 	$(PYTHON) -m ficco bench layers --device cuda --seconds 90 --out $(RESULTS) --name layers
 	$(PYTHON) -m ficco bench --device cuda --set weight-gradients --mode queued,idle --seconds 120 --rounds 7 \
 	  --without pytorch-pieces pytorch-native --schedules candidates auto --out $(RESULTS) --name weight-gradients
+	$(PYTHON) -m benchmarks.kernel_rates
 
 gpu-replay: ## On one GPU of NVIDIA's: products whose tiles wait, as one of four ranks sees them
 	$(PYTHON) -m ficco replay --world 4 --machine h200-4 --products \

@@ -1,4 +1,4 @@
-"""The kernels on NVIDIA GPUs: exact, ordered, fast, and as the mover of an engine."""
+"""The kernels on NVIDIA GPUs: exact, ordered, and as the mover of an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ranks import Rank, run
 from test_kernels import CHECKS, RECTANGLES, rectangle
 
 import ficco
-from benchmarks.kernel_rates import loaded, shares, too_slow
+from benchmarks.kernel_rates import loaded
 from ficco.dma.driver import WAIT_32, WRITE_32
 from ficco.runtime.workspace import workspaces
 
@@ -106,16 +106,6 @@ def _deadline(at: Rank) -> None:
 @pytest.mark.parametrize("check", [_exact, _large, _signals, _deadline])
 def test_kernels(check: Callable[[Rank], None]) -> None:
     run(1, check, device="cuda", timeout=280)
-
-
-def _shares(at: Rank) -> dict[str, float]:
-    return shares()
-
-
-def test_bandwidth_is_that_of_a_copy() -> None:
-    (measured,) = run(1, _shares, device="cuda")
-    del measured["copy_"]
-    assert not too_slow(measured), measured
 
 
 # The mover of the CUDA engine.

@@ -83,37 +83,28 @@ def test_every_schedule_is_exact(rank: int) -> None:
         assert (name in proofs) == tiles, proofs
 
 
-#: Groups of calls. One group has to be on time; another program on the GPU can delay the others.
-TRIES = 10
-
-
 def _times(
     at: Rank, schedule: str, operator: str, mode: str
-) -> tuple[list[float], list[float], list[float], str]:
-    """Seconds of calls, errors of the signals' times, planned times of the signals, and the
-    courier's clock as text. They are of the first group of calls on time, else the last group."""
+) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of calls; by signal, the error of its time in the call where it was smallest, since
+    another program on the GPU can delay any; planned times of the signals."""
     watch = watch_of(at)
     operands = ReplayOperands(problem_of(operator, 2048, 2048, 4096), 0, watch.device)
     operands.random(0)
     item = Item(mode, schedule, Runner(caller(operands, watch, schedule)), sleep_s=2e-3)
     courier = watch.engine.courier
-    for _ in range(TRIES):
-        seconds, errors = [], []
-        for turn in range(20):
-            duration = watch.clock.time(item)[0]
-            if turn > 5:
-                seconds.append(duration)
-                errors.append(courier.errors())
-        off = [median(by_word) for by_word in zip(*errors, strict=True)]
-        if max(map(abs, off)) < OFF_US * 1e-6:
-            break
+    seconds, errors = [], []
+    for _ in range(50):
+        seconds.append(watch.clock.time(item)[0])
+        errors.append(courier.errors())
+    off = [min(map(abs, by_word)) for by_word in zip(*errors[5:], strict=True)]
     program = watch.engine.latest
     assert program is not None
     pieces = courier.timetable(program).pieces
     planned = [arrival.at for piece in pieces for arrival in piece.arrivals]
-    clock = f"{schedule} {mode}: {courier.paces}, {courier.timetable(program).durations()}"
+    print(f"{schedule} {mode}: {courier.paces}, {courier.timetable(program).durations()}")
     watch.close()
-    return seconds, off, planned, clock
+    return seconds[5:], off, planned
 
 
 @pytest.mark.parametrize("mode", ["queued", "idle"])
@@ -129,10 +120,8 @@ def _times(
     ],
 )
 def test_signals_are_on_time(schedule: str, operator: str, mode: str) -> None:
-    result = ranks.run(1, _times, schedule, operator, mode, device="cuda")[0]
-    seconds, off, planned, clock = result
-    print(clock, "off by us", [round(error * 1e6, 1) for error in off], median(seconds))
-    assert max(map(abs, off)) < OFF_US * 1e-6, (off, planned)
+    seconds, off, planned = ranks.run(1, _times, schedule, operator, mode, device="cuda")[0]
+    assert max(off) < OFF_US * 1e-6, (off, planned)
     assert median(seconds) > planned[-1] - OFF_US * 1e-6
 
 
