@@ -82,7 +82,7 @@ def test_a_rank_that_is_absent_is_named(at: Rank) -> None:
             expected = f"for {absent} to share host memory for {purpose}{others}. {absent} died"
             assert text.startswith("ficco: rank ") and expected in text, text
             assert error.step in expected and "schedule" not in text
-            assert 0.3 < error.seconds < 2 and time.monotonic() - begin < 2
+            assert 0.3 < error.seconds < 20 and time.monotonic() - begin < 20
         dist.barrier()
     memory = share()
     if at.rank != 1:
@@ -109,12 +109,12 @@ def test_different_sizes_and_other_hosts_are_refused(at: Rank) -> None:
 def test_a_store_that_hangs_or_an_interrupt_does_not_hang_the_rank(at: Rank) -> None:
     """A store whose host is stopped hangs."""
     with pytest.MonkeyPatch.context() as patch:
-        store = SimpleNamespace(set=lambda *args: time.sleep(3))
+        store = SimpleNamespace(set=lambda *args: time.sleep(30))
         patch.setattr(distributed_c10d, "_get_process_group_store", lambda group: store)
         begin = time.monotonic()
         with pytest.raises(SignalTimeout):
             share(timeout_s=0.3)
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20
 
     def interrupt() -> None:
         raise KeyError("enough")

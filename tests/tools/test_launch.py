@@ -74,11 +74,11 @@ def test_ranks_that_do_not_end_are_waited_for_together(tmp_path: Path, monkeypat
         began.append(time.monotonic())
         raise ZeroDivisionError
 
-    monkeypatch.setattr("ficco.tools.launch.TERMINATE_S", 1.0)
+    monkeypatch.setattr("ficco.tools.launch.TERMINATE_S", 3.0)
     monkeypatch.setattr("ficco.tools.launch._collect", collect)
     with pytest.raises(ZeroDivisionError):
         launch(_stay, 3, str(tmp_path), True)
-    assert time.monotonic() - began[0] < 2.5
+    assert time.monotonic() - began[0] < 8  # one after the other, they would take 9
     assert not any(map(_runs, os.listdir(tmp_path)))
 
 
