@@ -16,7 +16,7 @@ import faulthandler
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,12 +26,24 @@ import torch.distributed as dist
 
 import ficco
 from ficco import fsdp
+from ficco.tools.bench.frames import Schema
 from ficco.tools.bench.fsdp import BLOCKS, SHAPES, registered, stack, symmetric
 
 #: Sizes of a block.
 CASE = SHAPES["cuda"][0]
 WIDTH, HIDDEN = CASE.hidden, CASE.inner
 BASELINE = "pytorch"
+#: The columns of ``steps.csv``, behind the commit in docs/results.
+STEPS = Schema(
+    {
+        "commit": str,
+        **dict.fromkeys(("tokens", "round"), int),
+        "variant": str,
+        **dict.fromkeys(("ms", "host_ms", "queued_ms"), float),
+    },
+    case="tokens",
+    ways=("variant",),
+)
 #: Cycles that the GPU sleeps before a queued step, about 70 ms.
 AHEAD = 140_000_000
 
@@ -159,7 +171,7 @@ def products(models: dict[str, Any], rounds: int, device: torch.device) -> list[
     return rows
 
 
-def write(path: Path, header: tuple[str, ...], rows: list[Any]) -> None:
+def write(path: Path, header: Sequence[str], rows: list[Any]) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(header)
@@ -197,8 +209,7 @@ def main() -> None:
     mm_rows = products(models, args.rounds, device)
     if dist.get_rank() == 0:
         args.folder.mkdir(parents=True, exist_ok=True)
-        columns = "tokens", "round", "variant", "ms", "host_ms", "queued_ms"
-        write(args.folder / "steps.csv", columns, rows)
+        write(args.folder / "steps.csv", [*STEPS.columns][1:], rows)
         write(args.folder / "products.csv", ("round", "variant", "ms"), mm_rows)
         for tokens in args.tokens:
             for column, mode in ((3, "from an idle GPU"), (5, "queued")):
