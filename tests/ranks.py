@@ -179,11 +179,11 @@ def run(
         lost: ranks of a fresh call that need not answer; those still running are killed at the end.
         env: environment of the processes; they stay for the next test with the same environment.
         timeout: seconds after which the call fails; by default 100, since machines are busy, and
-            the first call of a pool on GPUs also initializes the vendor's libraries.
+            300 on GPUs, whose processes take turns: a kernel that waits for a peer keeps its turn.
     """
     assert fresh or not lost, "only fresh processes can die"
     env = env or {}
-    timeout = timeout or 100.0
+    timeout = timeout or (300.0 if device == "cuda" else 100.0)
     if device == "cuda" and most_gpu_ranks() < world:
         pytest.skip(f"needs {world} GPUs")
     if device == "cpu" and _around is not None:
