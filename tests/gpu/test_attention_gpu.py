@@ -23,7 +23,7 @@ SIZES = (64, 128, 256)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["all_gather_attention", "ulysses_attention"])
 @ranks(2, 4)
-@on_ranks(timeout=280)
+@on_ranks()
 def test_many_rows_and_wide_heads(at: Rank, name: str, dtype: str) -> None:
     """Results and gradients, by flash attention or cuDNN, between other calls."""
     subject, chance = SUBJECTS[name], random.Random(name)
@@ -39,7 +39,7 @@ def test_many_rows_and_wide_heads(at: Rank, name: str, dtype: str) -> None:
 @pytest.mark.parametrize(("value", "rows"), [(torch.nan, 16), (torch.nan, 256), (-torch.inf, 256)])
 def test_scores_that_are_not_finite_are_not_merged_as_zeros(value: float, rows: int) -> None:
     case = Case((rows,) * 2, (rows, 1, 8, 2, 128), "bfloat16")
-    run(2, not_finite, value, case, device="cuda", timeout=100)
+    run(2, not_finite, value, case, device="cuda")
 
 
 @on_ranks(2)

@@ -105,7 +105,7 @@ def _deadline(at: Rank) -> None:
 
 @pytest.mark.parametrize("check", [_exact, _large, _signals, _deadline])
 def test_kernels(check: Callable[[Rank], None]) -> None:
-    run(1, check, device="cuda", timeout=280)
+    run(1, check, device="cuda")
 
 
 # The mover of the CUDA engine.

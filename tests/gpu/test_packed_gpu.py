@@ -23,7 +23,7 @@ def served() -> Any:
 
 
 @ranks(2, 4)
-@on_ranks(timeout=280)
+@on_ranks()
 def test_results_and_gradients(at: Rank) -> None:
     for turn, mask in enumerate(MASKS):
         for size in (64, 128):
@@ -58,4 +58,4 @@ def _graphs(at: Rank) -> None:
 
 
 def test_graphs() -> None:
-    run(wider(), _graphs, device="cuda", fresh=True, timeout=120)
+    run(wider(), _graphs, device="cuda", fresh=True)

@@ -23,7 +23,7 @@ def _around(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
 
 
 @ranks(1, 2, 4)
-@on_ranks(timeout=90)
+@on_ranks()
 def test_projections(at: Rank) -> None:
     torch._dynamo.reset()
     eager, traced = (projections(at, kv_heads=4) for _ in range(2))
@@ -36,7 +36,7 @@ def test_projections(at: Rank) -> None:
 
 @ranks(1, 2)
 @pytest.mark.parametrize("options", WAYS, ids=str)
-@on_ranks(timeout=90)
+@on_ranks()
 def test_experts(at: Rank, options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     layer = expert_layer(**options)
