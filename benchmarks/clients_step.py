@@ -55,10 +55,12 @@ def steps(
     backward: Callable[[Any], None] = torch.Tensor.backward,
 ) -> dict[str, Step]:
     """A training step of each model. All models begin with the weights of the first."""
-    weights = next(iter(models.values())).state_dict()
+    first = next(iter(models.values()))
 
     def step_of(model: Any) -> Step:
-        model.load_state_dict(weights)
+        with torch.no_grad():
+            for own, source in zip(model.parameters(), first.parameters(), strict=True):
+                own.copy_(source)
         optimizer = torch.optim.SGD(model.parameters(), lr=config.lr)
 
         def step(ids: torch.Tensor) -> torch.Tensor:
@@ -153,7 +155,7 @@ class Norm(nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class Attention(nn.Module):
@@ -284,9 +286,8 @@ def measured(client: str, config: Config, device: torch.device, rounds: int) -> 
     """A frame of :data:`ROWS`."""
     rows, order = [], random.Random(0)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    generator = torch.Generator().manual_seed(1)
-    shape = config.batch, config.sequence
-    ids = torch.randint(config.vocab, shape, generator=generator).to(device)
+    torch.manual_seed(0)  # the same on all ranks, for the tokens and for replicated weights
+    ids = torch.randint(config.vocab, (config.batch, config.sequence)).to(device)
 
     def measure(variants: dict[str, Step]) -> None:
         names = list(variants)
@@ -300,8 +301,8 @@ def measured(client: str, config: Config, device: torch.device, rounds: int) -> 
                 loss = variants[name](ids)
                 host = time.perf_counter() - begin
                 synchronize()
-                seconds = time.perf_counter() - begin, host
-                slowest = torch.tensor(seconds, dtype=torch.float64, device=device) * 1e3
+                times = time.perf_counter() - begin, host
+                slowest = torch.tensor(times, dtype=torch.float64, device=device) * 1e3
                 dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
                 row = client, name, turn, *slowest.tolist(), loss.item()
                 rows.append(dict(zip(ROWS.columns, row, strict=True)))
@@ -342,7 +343,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(args.limit, exit=True)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group("nccl")
     ficco.set_options(timeout_s=30)
     frame = measured(args.client, LLAMA, device, args.rounds)
     wrong = wrong_losses(frame, TOLERANCE[LLAMA.dtype])
