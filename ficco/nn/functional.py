@@ -33,7 +33,7 @@ from ficco.ops.entry import (
 )
 from ficco.ops.gradients import GATHERS, OperatorCall, SavedTensors, backward
 from ficco.ops.operands import frozen, not_a_tensor, process_group
-from ficco.ops.operators import matmul_all_reduce
+from ficco.ops.operators import matmul_all_reduce, operate
 from ficco.ops.recipes import Float8Recipe, recipe_of
 from ficco.ops.record import Differentiable, Gradients, Needs, differentiable
 from ficco.options import carried, current, current_text
@@ -132,8 +132,7 @@ def reduced_linear(
     :func:`ficco.matmul_all_reduce` under ``options(all_reduce_gradients="equal")``.
     """
     if recipe is None and _infers(x, weight):
-        y = matmul_all_reduce(_rows(x), weight.t(), group=group, schedule=schedule)
-        return _biased(_with_batch(y, x), bias)
+        return summed_linear(x, weight, bias, group, schedule)
     _check_biases((weight,), (bias,))
     refuse_unserved({"x": x, "weight": weight})
     group = process_group(group)
@@ -161,8 +160,8 @@ def copied_linears(
     """
     ranks = process_group(group)
     if recipe is None and _infers(x, *weights):
-        outs = tuple(torch.nn.functional.linear(x, weight) for weight in weights)
-        return tuple(map(_biased, outs, biases))
+        pairs = zip(weights, biases, strict=True)
+        return tuple(local_linear(x, weight, bias) for weight, bias in pairs)
     _check_biases(weights, biases)
     refuse_unserved({"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}})
     outs = differentiable(
@@ -185,6 +184,26 @@ def copied_linear(
     """Apply :func:`copied_linears` with one weight: [..., k] -> [..., n]."""
     (y,) = copied_linears(x, (weight,), (bias,), group=group, schedule=schedule, recipe=recipe)
     return y
+
+
+def local_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Apply :func:`copied_linear` to plain tensors that need no gradient."""
+    y = torch.nn.functional.linear(x, weight)
+    return y if bias is None else _biased(y, bias)
+
+
+def summed_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: ProcessGroup | DeviceMesh | None,
+    schedule: str | Schedule,
+) -> torch.Tensor:
+    """Apply :func:`reduced_linear` to plain tensors that need no gradient."""
+    y, _ = operate("matmul_all_reduce", _rows(x), weight.t(), group, schedule, None)
+    sizes = y.shape[1:]
+    (y,) = torch.unsafe_split_with_sizes(y.view(*x.shape[:-1], *sizes), sizes, -1)
+    return y if bias is None else _biased(y, bias)
 
 
 def partial_linear(
