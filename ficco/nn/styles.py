@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import style as torch_style
 
 from ficco.nn.functional import (
+    biased,
     copied_linears,
-    local_linear,
     no_view,
     partial_linear,
     reduced_linear,
@@ -51,7 +51,8 @@ class _ColwiseLinear(ColumnParallelLinear, nn.Linear):
     @tells_refusals
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         if self.style.usual_input and (own := self.inferring(x)) is not None:
-            part = local_linear(x, *own)
+            weight, bias = own
+            part = biased(torch.nn.functional.linear(x, weight), bias)
             return part if self.style.usual else _laid_out(part, self, Shard(part.dim() - 1))
         if own_kernel(self.weight):
             return _by_own_kernel(self, x, Replicate())
