@@ -48,7 +48,7 @@ LIMITS = {
     "matmul_reduce_scatter": Cost(9, 33, 15),
     "all_gather_attention": Cost(11, 80, 28),
     "serial:collective": Cost(11, 26, 15),
-    "ColwiseParallel": Cost(5, 7, 8),
+    "ColwiseParallel": Cost(4, 6, 7),
     "RowwiseParallel": Cost(15, 32, 25),
 }
 

@@ -197,7 +197,7 @@ def summed_linear(
     y, _ = operate("matmul_all_reduce", _rows(x), weight.t(), group, schedule, None)
     sizes = y.shape[1:]
     (y,) = torch.unsafe_split_with_sizes(y.view(*x.shape[:-1], *sizes), sizes, -1)
-    return biased(y, bias)
+    return y if bias is None else biased(y, bias)
 
 
 def partial_linear(

@@ -52,7 +52,8 @@ class _ColwiseLinear(ColumnParallelLinear, nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         if self.style.usual_input and (own := self.inferring(x)) is not None:
             weight, bias = own
-            part = biased(torch.nn.functional.linear(x, weight), bias)
+            part = nn.functional.linear(x, weight)
+            part = part if bias is None else biased(part, bias)
             return part if self.style.usual else _laid_out(part, self, Shard(part.dim() - 1))
         if own_kernel(self.weight):
             return _by_own_kernel(self, x, Replicate())
