@@ -269,18 +269,19 @@ def _inferring(at: Rank) -> None:
     x = integers(1, 1, HIDDEN, seed=2)
     for name, change in changes.items():
         for style in (ColwiseParallel(), RowwiseParallel()):
-            layer, whole = (linear(HIDDEN, HIDDEN, 1) for _ in range(2))
+            biased = name != "weight"
+            layer, whole = (linear(HIDDEN, HIDDEN, 1, bias=biased) for _ in range(2))
             parallelize_module(layer, mesh, style)
             columns = isinstance(style, ColwiseParallel)
             own, about = x if columns else part(x, at, 2), f"{name}, {type(style).__name__}"
             with torch.no_grad():
-                layer(own)
+                before, _ = whole(x), layer(own)
                 changed = [change(layer), change(whole)]
                 out, want = layer(own), whole(x)
             for handle in changed if name == "hook of all" else ():
                 handle.remove()
             same(out, part(want, at, 2) if columns else want, about)
-            assert not torch.equal(want, linear(HIDDEN, HIDDEN, 1)(x)), about
+            assert not torch.equal(want, before), about
             assert not out._is_view(), about
 
 
