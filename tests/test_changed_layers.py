@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
 
 import ficco
@@ -255,6 +256,35 @@ def _refused(at: Rank) -> None:
     )
 
 
+def tripled(layer: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+    return 3 * out
+
+
+def _inferring(at: Rank) -> None:
+    """Layers of styles that need no gradients, changed after their first call."""
+    mesh = init_device_mesh(at.device.type, (at.world,))
+    changes = {name: change for name, change in CHANGES.items() if name != "pruning"}
+    changes["weight"] = lambda layer: layer.weight.data.mul_(3)
+    changes["hook of all"] = lambda layer: register_module_forward_hook(tripled)
+    x = integers(1, 1, HIDDEN, seed=2)
+    for name, change in changes.items():
+        for style in (ColwiseParallel(), RowwiseParallel()):
+            biased = name != "weight"
+            layer, whole = (linear(HIDDEN, HIDDEN, 1, bias=biased) for _ in range(2))
+            parallelize_module(layer, mesh, style)
+            columns = isinstance(style, ColwiseParallel)
+            own, about = x if columns else part(x, at, 2), f"{name}, {type(style).__name__}"
+            with torch.no_grad():
+                before, _ = whole(x), layer(own)
+                changed = [change(layer), change(whole)]
+                out, want = layer(own), whole(x)
+            for handle in changed if name == "hook of all" else ():
+                handle.remove()
+            same(out, part(want, at, 2) if columns else want, about)
+            assert not torch.equal(want, before), about
+            assert not out._is_view(), about
+
+
 def _replaced(at: Rank) -> None:
     """Parallel layers are no ``nn.Linear``, so that tools that replace linear layers skip them."""
     model = nn.Sequential(ColumnParallelLinear(8, 8), nn.ReLU(), RowParallelLinear(8, 8))
@@ -262,7 +292,8 @@ def _replaced(at: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    "check", [_gathered_once, _hook_of_one_rank, _changed_projections, _refused, _replaced]
+    "check",
+    [_gathered_once, _hook_of_one_rank, _changed_projections, _refused, _inferring, _replaced],
 )
 def test_changed_layers(check: Callable[[Rank], None]) -> None:
     run(2, check)

@@ -1,5 +1,5 @@
 """Host cost of a warm eager call on the caller's thread: calls of ficco's Python functions, their
-files, and changes from file to file.
+files, and changes from file to file. Layers decode one token.
 
 The measured rank begins its call after its peer, so that all signals have arrived when it waits for
 them. Otherwise a wait takes three more calls. Comprehensions are not counted: Python 3.12 makes no
@@ -11,6 +11,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -19,8 +21,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Rank, on_ranks, run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import ficco
+from ficco import nn as parallel
 from ficco.ops.call import run_unwatched
 from ficco.runtime.workspace import workspaces
 
@@ -42,20 +48,28 @@ LIMITS = {
     "matmul_reduce_scatter": Cost(9, 33, 15),
     "all_gather_attention": Cost(11, 80, 28),
     "serial:collective": Cost(11, 26, 15),
+    "ColwiseParallel": Cost(4, 6, 7),
+    "RowwiseParallel": Cost(15, 32, 25),
 }
 
 
-def call(operator: str) -> Any:
+def warm(operator: str) -> Callable[[], Any]:
+    """A call of an operator or a layer."""
     if operator == "all_gather_attention":
         q = torch.ones(1, 4, 32, 16)
-        return ficco.all_gather_attention(q, q, q)
+        return partial(ficco.all_gather_attention, q, q, q)
+    if operator.endswith("Parallel"):
+        style = getattr(parallel, operator)(schedule="serial:collective")
+        linear = nn.Linear(32, 32, bias=False)
+        layer = parallelize_module(linear, init_device_mesh("cpu", (2,)), style)
+        return partial(torch.no_grad()(layer), torch.ones(1, 1, 32 if layer.cut == 0 else 16))
     a, b = torch.ones(64, 32), torch.ones(32, 16)
     if operator == "serial:collective":
-        return ficco.all_gather_matmul(a, b, schedule=operator)
-    return getattr(ficco, operator)(a, b, schedule="growing")
+        return partial(ficco.all_gather_matmul, a, b, schedule=operator)
+    return partial(getattr(ficco, operator), a, b, schedule="growing")
 
 
-def cost(operator: str) -> tuple[Cost, Counter[str]]:
+def cost(call: Callable[[], Any]) -> tuple[Cost, Counter[str]]:
     """The cost of a call, and its calls by file and function."""
     calls: Counter[str] = Counter()
     files: list[str] = []
@@ -71,7 +85,7 @@ def cost(operator: str) -> tuple[Cost, Counter[str]]:
 
     sys.setprofile(count)
     try:
-        call(operator)
+        call()
     finally:
         sys.setprofile(None)
     return Cost(len(set(files)), calls.total(), len(files)), calls
@@ -84,13 +98,14 @@ def costs(at: Rank, operator: str, held: bool) -> list[tuple[Cost, Counter[str]]
     ficco.close()  # the group's symmetric memory of earlier tests
     if held:
         ficco.empty((8,), dtype=torch.float32)
+    call = warm(operator)
     for _ in range(4):
-        call(operator)
+        call()
     for _ in range(5):
         at.barrier()
         if at.rank == 0:
             time.sleep(0.05)
-        measured.append(cost(operator))
+        measured.append(cost(call))
     return measured
 
 

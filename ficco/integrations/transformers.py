@@ -24,7 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ficco.errors import warn_once
 from ficco.integrations import client
 from ficco.nn import ColumnParallelLinear, ColwiseParallel, RowParallelLinear, RowwiseParallel
+from ficco.nn.plain import local_of
 from ficco.nn.styles import share_inputs
+from ficco.ops.entry import watched
 from ficco.runtime.counters import stays
 
 with client("transformers", "5.23"):
@@ -95,20 +97,22 @@ class FiccoModule(stock.TensorParallelLayer):
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         _check_heads(module, mesh.size())
-        module.register_forward_pre_hook(share_inputs, with_kwargs=True)
-        return super().install_forward(module, mesh) if self.sequence else module
+        before = _share_sequence if self.sequence else share_inputs
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        return module
 
-    def transform_inputs_pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x = args[0] if args else kwargs["hidden_states"]
-        if isinstance(x, DTensor):
-            _check_adapters(module)
-        style: Any = _SCATTERED if isinstance(x, DTensor) else _REDUCED
-        for child in module.children():
-            if isinstance(child, RowParallelLinear):
-                child.style = style
-        return args, kwargs
+
+def _share_sequence(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: let the layers of a module take and return its input's layout."""
+    x = args[0] if args else kwargs["hidden_states"]
+    style: Any = _REDUCED
+    if isinstance(x, DTensor):
+        _check_adapters(module)
+        style = _SCATTERED
+    for child in module._modules.values():
+        if isinstance(child, RowParallelLinear) and child.style is not style:
+            child.style = style
+    share_inputs(module, args, kwargs)
 
 
 #: The layers whose results have the heads of keys, by their names in Transformers.
@@ -145,14 +149,17 @@ class FiccoLayer(stock.TensorParallelLayer):
     """On a decoder layer: from the first on hidden states are DTensors ``Shard(1)``, if the ranks
     can share the sequence equally. If not, as where one token is decoded, every rank has them."""
 
-    def transform_inputs_pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x, *rest = args
-        if not isinstance(x, DTensor) and x.shape[1] % mesh.size() == 0:
-            x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-            x = x.redistribute(placements=[Shard(1)])
-        return (x, *rest), kwargs
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        forward, world = module.forward, mesh.size()
+
+        def sharing(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(x, DTensor) and x.shape[1] % world == 0:
+                whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+                x = whole.redistribute(placements=[Shard(1)])
+            return forward(x, *args, **kwargs)
+
+        module.forward = sharing
+        return module
 
 
 class FiccoNorm(stock.SequenceParallel):
@@ -162,20 +169,29 @@ class FiccoNorm(stock.SequenceParallel):
         super().__init__(sequence_dim=1, use_local_output=False)
         self.last = last
 
-    def transform_inputs_pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        x, *rest = args
-        if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        return (x, *rest), kwargs
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        forward = module.forward
+        super().install_forward(module, mesh)  # makes DTensors of the parameters
 
-    def transform_output_post_forward(
-        self, module: nn.Module, output: DTensor, mesh: DeviceMesh
-    ) -> torch.Tensor:
-        if self.last:
-            output = output.redistribute(placements=[Replicate()])
-        return output.to_local() if output.placements == (Replicate(),) else output
+        def sharing(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not (torch.is_grad_enabled() or watched(x)):  # DTensors take longer than the norm
+                params: dict[str, Any] = module._parameters
+                own = params.copy()
+                for name, param in own.items():
+                    params[name] = local_of(param)
+                try:
+                    return forward(x, *args, **kwargs)
+                finally:
+                    params.update(own)
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+            out = forward(x, *args, **kwargs)
+            if self.last:
+                out = out.redistribute(placements=[Replicate()])
+            return out.to_local() if out.placements == (Replicate(),) else out
+
+        module.forward = sharing
+        return module
 
 
 #: Styles of Transformers' that ficco's operators serve. All others stay as they are in a plan.

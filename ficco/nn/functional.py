@@ -33,7 +33,7 @@ from ficco.ops.entry import (
 )
 from ficco.ops.gradients import GATHERS, OperatorCall, SavedTensors, backward
 from ficco.ops.operands import frozen, not_a_tensor, process_group
-from ficco.ops.operators import matmul_all_reduce
+from ficco.ops.operators import matmul_all_reduce, operate
 from ficco.ops.recipes import Float8Recipe, recipe_of
 from ficco.ops.record import Differentiable, Gradients, Needs, differentiable
 from ficco.options import carried, current, current_text
@@ -75,7 +75,7 @@ def gathered_linears(
     y = _with_weights(flat, call, *weights)
     y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
     outs = _parts(y, [weight.shape[0] for weight in weights])
-    return tuple(_biased(out, bias) for out, bias in zip(outs, biases, strict=True))
+    return tuple(biased(out, bias) for out, bias in zip(outs, biases, strict=True))
 
 
 @tells_refusals
@@ -112,7 +112,7 @@ def scattered_linear(
     call = OperatorCall("matmul_reduce_scatter", group, schedule, cut, recipe=recipe_of(recipe))
     y = _with_weights(flat, call, weight)
     y = no_view(y.view(lengths[rank], *batch, y.shape[1]).movedim(0, dim))
-    return _biased(y, None if bias is None else sum_gradient(bias, group))
+    return biased(y, None if bias is None else sum_gradient(bias, group))
 
 
 @tells_refusals
@@ -132,14 +132,13 @@ def reduced_linear(
     :func:`ficco.matmul_all_reduce` under ``options(all_reduce_gradients="equal")``.
     """
     if recipe is None and _infers(x, weight):
-        y = matmul_all_reduce(_rows(x), weight.t(), group=group, schedule=schedule)
-        return _biased(_with_batch(y, x), bias)
+        return summed_linear(x, weight, bias, group, schedule)
     _check_biases((weight,), (bias,))
     refuse_unserved({"x": x, "weight": weight})
     group = process_group(group)
     call = OperatorCall("matmul_all_reduce", group, schedule, None, recipe=recipe_of(recipe))
     y = _with_weights(_rows(x), call, weight, equal=True)
-    return _biased(_with_batch(y, x), bias)
+    return biased(_with_batch(y, x), bias)
 
 
 @tells_refusals
@@ -162,7 +161,7 @@ def copied_linears(
     ranks = process_group(group)
     if recipe is None and _infers(x, *weights):
         outs = tuple(torch.nn.functional.linear(x, weight) for weight in weights)
-        return tuple(map(_biased, outs, biases))
+        return tuple(map(biased, outs, biases))
     _check_biases(weights, biases)
     refuse_unserved({"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}})
     outs = differentiable(
@@ -170,7 +169,7 @@ def copied_linears(
         _Local(recipe_of(recipe), ranks, schedule),
         *under_autocast(_rows(x), *weights),
     )
-    return tuple(_biased(_with_batch(y, x), bias) for y, bias in zip(outs, biases, strict=True))
+    return tuple(biased(_with_batch(y, x), bias) for y, bias in zip(outs, biases, strict=True))
 
 
 def copied_linear(
@@ -187,6 +186,20 @@ def copied_linear(
     return y
 
 
+def summed_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: ProcessGroup | DeviceMesh | None,
+    schedule: str | Schedule,
+) -> torch.Tensor:
+    """Apply :func:`reduced_linear` to plain tensors that need no gradient."""
+    y, _ = operate("matmul_all_reduce", _rows(x), weight.t(), group, schedule, None)
+    sizes = y.shape[1:]
+    (y,) = torch.unsafe_split_with_sizes(y.view(*x.shape[:-1], *sizes), sizes, -1)
+    return y if bias is None else biased(y, bias)
+
+
 def partial_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -198,7 +211,7 @@ def partial_linear(
         return torch.nn.functional.linear(x, weight, bias)
     refuse_unserved({"x": x, "weight": weight})
     (y,) = differentiable(_LOCAL, _Local(recipe), *under_autocast(_rows(x), weight))
-    return _biased(_with_batch(y, x), bias)
+    return biased(_with_batch(y, x), bias)
 
 
 def sum_gradient(
@@ -303,8 +316,8 @@ def _check_biases(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor
         )
 
 
-def _biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    # Under autocast the product has a narrower dtype than the bias.
+def biased(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Add a bias to a product, whose dtype is narrower under autocast."""
     return y if bias is None else y + bias.to(y.dtype)
 
 

@@ -43,7 +43,7 @@ from ficco.nn.plain import (
     readable,
     set_before_call,
 )
-from ficco.ops.entry import tells_refusals
+from ficco.ops.entry import tells_refusals, watched
 from ficco.ops.operands import not_a_tensor, process_group
 from ficco.ops.recipes import Float8Recipe, check_multiples, recipe_of
 from ficco.runtime.counters import stays
@@ -190,6 +190,12 @@ class _ParallelLinear(nn.Module):
         if ranks.mesh is None:
             plain_layers.add(self)
 
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        # PyTorch's steps for hooks take longer than the product of a token.
+        if not hooked(self) and torch._C._get_tracing_state() is None:
+            return self.forward(*args, **kwargs)
+        return super()._call_impl(*args, **kwargs)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if self.mesh is None:  # of a copied layer
@@ -247,6 +253,24 @@ class _ParallelLinear(nn.Module):
         """
         weight, bias = self.weight, self.bias
         return self._own(weight), None if bias is None else self._own(bias)
+
+    def inferring(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return :meth:`local`, in less time, if a call multiplies plain tensors and does nothing
+        else: no gradients, compilers or other modes; else None."""
+        if torch.is_grad_enabled() or watched(x):
+            return None
+        parameters: dict[str, Any] = self._parameters  # attributes take longer
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:  # one is computed
+            return None
+        if type(weight) is not DTensor or type(part := weight._local_tensor) is not torch.Tensor:
+            return None
+        if (mesh := weight.device_mesh) is not self.ranks.mesh:
+            if mesh != self.ranks.mesh:
+                return None
+            self.ranks = Ranks(self.ranks.group, mesh)  # equal: identity takes less time
+        return part, None if bias is None else self._own(bias)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):

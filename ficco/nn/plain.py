@@ -25,6 +25,9 @@ PARAMETERS = ("weight", "bias")
 _PRE_HOOKS = ("_forward_pre_hooks",)
 _HOOKS = (*_PRE_HOOKS, "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
+#: The hooks of all modules, by these names.
+_OF_ALL: dict[str, Any] = {kind: getattr(torch_module, f"_global{kind}") for kind in _HOOKS}
+
 
 def called(layer: nn.Module, args: Any, out: Any) -> None:
     """Do nothing: ficco's own hook. Because a hook exists, ``nn.TransformerEncoderLayer`` calls its
@@ -58,10 +61,8 @@ def not_linear(module: nn.Module, forward: Callable[..., Any] = nn.Linear.forwar
 def hooked(module: nn.Module, kinds: tuple[str, ...] = _HOOKS) -> bool:
     """Return whether hooks other than ficco's own run when a module is called."""
     for kind in kinds:
-        if getattr(torch_module, f"_global{kind}", None):
-            return True
         hooks = getattr(module, kind)
-        if hooks and any(hook is not called for hook in hooks.values()):
+        if _OF_ALL[kind] or hooks and [*hooks.values()] != [called]:
             return True
     return False
 

@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import style as torch_style
 
 from ficco.nn.functional import (
+    biased,
     copied_linears,
     no_view,
     partial_linear,
     reduced_linear,
     scattered_linear,
+    summed_linear,
 )
 from ficco.nn.linear import (
     ColumnParallelLinear,
@@ -48,11 +50,13 @@ class _ColwiseLinear(ColumnParallelLinear, nn.Linear):
 
     @tells_refusals
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if self.style.usual_input and (own := self.inferring(x)) is not None:
+            weight, bias = own
+            part = nn.functional.linear(x, weight)
+            part = part if bias is None else biased(part, bias)
+            return part if self.style.usual else _laid_out(part, self, Shard(part.dim() - 1))
         if own_kernel(self.weight):
             return _by_own_kernel(self, x, Replicate())
-        if self.style.usual and type(x) is torch.Tensor and not torch.is_grad_enabled():
-            weight, bias = self.local()
-            return copied_linears(x, (weight,), (bias,), group=self.group)[0]
         dim = _sequence(x, _layout(x, self))
         y = shared_output(x, self)
         if y is None:
@@ -69,11 +73,11 @@ class _RowwiseLinear(RowParallelLinear, nn.Linear):
 
     @tells_refusals
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        style, features = self.style, Shard(x.dim() - 1)
+        if (style := self.style).usual and (own := self.inferring(x)) is not None:
+            return summed_linear(x, *own, self.ranks.group, self.schedule)
+        features = Shard(x.dim() - 1)
         if own_kernel(self.weight):
             return _by_own_kernel(self, x, features)
-        if style.usual and type(x) is torch.Tensor and not torch.is_grad_enabled():
-            return reduced_linear(x, *self.local(), group=self.group, schedule=self.schedule)
         local = _local(_redistributed(x, self, features))
         if style.output_layouts[0] == Partial():
             return _laid_out(self._partial(local), self, Partial())
@@ -103,6 +107,7 @@ class _Scheduled:
 
     Attributes:
         usual: the layouts are the style's default ones, and operands are not cast.
+        usual_input: the same of the layout of the input.
     """
 
     _kind: type[_StyledLinear]
@@ -124,8 +129,9 @@ class _Scheduled:
         )
         check_schedule(schedule)
         self.schedule, self.recipe = schedule, recipe_of(recipe)
-        layouts = input_layouts or self._layouts[0], output_layouts or self._layouts[1]
-        self.usual = layouts == self._layouts and use_local_output and self.recipe is None
+        self.usual_input = input_layouts in (None, self._layouts[0]) and self.recipe is None
+        local = output_layouts in (None, self._layouts[1]) and use_local_output
+        self.usual = self.usual_input and local
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Linear):
@@ -246,8 +252,8 @@ def share_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
     Layers share a plain tensor, for its gradient, if their style says that every rank has it.
     """
-    inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()]
-    if not (torch.is_grad_enabled() or any(isinstance(x, DTensor) for x in inputs)):
+    inputs = *args, *kwargs.values()
+    if not torch.is_grad_enabled() and DTensor not in [*map(type, inputs)]:
         return  # a token that is decoded
     layers = [
         child
@@ -255,6 +261,8 @@ def share_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         if isinstance(child, _ColwiseLinear) and set_before_call(child, _ColwiseLinear.forward)
     ]
     for x in inputs if len(layers) > 1 else ():
+        if not isinstance(x, torch.Tensor) or not x.dim():
+            continue
         mesh: Any = layers[0].mesh
         placements: tuple[Placement, ...] = (Replicate(),)
         if sharded := isinstance(x, DTensor):

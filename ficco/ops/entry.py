@@ -21,7 +21,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import peek_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.distributed import ProcessGroup
 
 from ficco.errors import FiccoError
@@ -39,7 +39,7 @@ _AUTOCAST = frozenset({"cpu", "cuda"})
 
 def watched(*operands: torch.Tensor) -> bool:
     """Return whether a call is traced or watched, or has operands that are not plain tensors."""
-    if is_compiling() or _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
+    if is_dynamo_compiling() or _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
         return True
     return not _PLAIN.issuperset(map(type, operands))
 

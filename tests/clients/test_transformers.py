@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +91,27 @@ def generated(model: Any, length: int, **options: Any) -> list[int]:
     return tokens.flatten().tolist()
 
 
+def calls_of_a_token(at: Rank, model: Any) -> int:
+    """Calls of Python functions of a forward of one token, the fewest of several."""
+    token, calls = torch.ones(1, 1, dtype=torch.int64), list[int]()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        calls[-1] += event == "call"
+
+    for _ in range(8):
+        at.barrier()
+        if at.rank == 0:  # begins after its peer, and so waits for no signal
+            time.sleep(0.05)
+        calls.append(0)
+        sys.setprofile(count)
+        try:
+            with torch.no_grad():
+                model(input_ids=token, use_cache=False)
+        finally:
+            sys.setprofile(None)
+    return min(calls)
+
+
 def close(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert result.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -125,6 +148,24 @@ def test_models_are_the_unsharded_ones(
         model.gradient_checkpointing_enable()
         model.train()
         close(trained(model, 16), trained(unsharded, 16))
+
+
+@on_ranks(2, timeout=120)
+def test_a_token_costs_no_more_calls_of_python_than_with_the_stock_plan(
+    at: Rank, tmp_path: Path
+) -> None:
+    from ficco.integrations.transformers import plan, register
+
+    register()
+    config = saved("llama", at, tmp_path)
+    plans = {
+        "stock": "auto",
+        "ficco": plan(config),
+        "sequence": plan(config, sequence_parallel=True),
+    }
+    fewest = {name: calls_of_a_token(at, loaded(tmp_path, rules)) for name, rules in plans.items()}
+    if at.rank == 0:
+        assert max(fewest["ficco"], fewest["sequence"]) <= fewest["stock"], fewest
 
 
 @on_ranks(2, timeout=120, fresh=True)
