@@ -162,6 +162,15 @@ class FiccoLayer(stock.TensorParallelLayer):
         return module
 
 
+def _of_plain_tensors(module: nn.Module) -> nn.Module:
+    """The module with its local parameters, for one call: DTensors take longer than a norm."""
+    plain = object.__new__(type(module))
+    parameters: dict[str, Any] = module._parameters
+    local = {name: local_of(parameter) for name, parameter in parameters.items()}
+    plain.__dict__ = {**module.__dict__, "_parameters": local}
+    return plain
+
+
 class FiccoNorm(stock.SequenceParallel):
     """A norm between such layers. The last one returns a plain tensor that every rank has."""
 
@@ -171,18 +180,12 @@ class FiccoNorm(stock.SequenceParallel):
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         forward = module.forward
+        method = getattr(forward, "__func__", None)  # None: another tool replaced it
         super().install_forward(module, mesh)  # makes DTensors of the parameters
 
         def sharing(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not (torch.is_grad_enabled() or watched(x)):  # DTensors take longer than the norm
-                params: dict[str, Any] = module._parameters
-                own = params.copy()
-                for name, param in own.items():
-                    params[name] = local_of(param)
-                try:
-                    return forward(x, *args, **kwargs)
-                finally:
-                    params.update(own)
+            if method and not (torch.is_grad_enabled() or watched(x)):
+                return method(_of_plain_tensors(module), x, *args, **kwargs)
             if not isinstance(x, DTensor):
                 x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
             out = forward(x, *args, **kwargs)
