@@ -154,7 +154,8 @@ def candidates(
         if refusal(problem, schedule):
             continue
         # The default number of pieces is W, so both spellings are one plan.
-        distinct.setdefault(replace(schedule, pieces=schedule.pieces or problem.world), schedule)
+        same = schedule if schedule.pieces else replace(schedule, pieces=problem.world)
+        distinct.setdefault(same, schedule)
     schedules = tuple(distinct.values())
     if problem.world > FEW_RANKS:
         return schedules

@@ -831,7 +831,8 @@ class Simulation:
             return
         if rank.launches[index][-1] == index:
             free += self.copies.gap
-        self._push(free, _ENGINE, lane)
+        if rank.engines:
+            self._push(free, _ENGINE, lane)
         seen = 0.0 if index in rank.exchanges else self.copies.seen(lane.computes)
         self._finish(lane, self.now + seen, free)
 
