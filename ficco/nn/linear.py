@@ -254,7 +254,7 @@ class _ParallelLinear(nn.Module):
         weight, bias = self.weight, self.bias
         return self._own(weight), None if bias is None else self._own(bias)
 
-    def inferring(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def _inferring(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Return :meth:`local`, in less time, if a call multiplies plain tensors and does nothing
         else: no gradients, compilers or other modes; else None."""
         if torch.is_grad_enabled() or watched(x):

@@ -50,7 +50,7 @@ class _ColwiseLinear(ColumnParallelLinear, nn.Linear):
 
     @tells_refusals
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if self.style.usual_input and (own := self.inferring(x)) is not None:
+        if self.style.usual_input and (own := self._inferring(x)) is not None:
             weight, bias = own
             part = nn.functional.linear(x, weight)
             part = part if bias is None else biased(part, bias)
@@ -73,7 +73,7 @@ class _RowwiseLinear(RowParallelLinear, nn.Linear):
 
     @tells_refusals
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if (style := self.style).usual and (own := self.inferring(x)) is not None:
+        if (style := self.style).usual and (own := self._inferring(x)) is not None:
             return summed_linear(x, *own, self.ranks.group, self.schedule)
         features = Shard(x.dim() - 1)
         if own_kernel(self.weight):
