@@ -198,3 +198,25 @@ def test_cudnn_serves_only_large_rectangles_without_windows() -> None:
                 served = libraries._cudnn_serves(Heads(q, q, q), band)
                 assert served == (min(rows, keys) == 128), (rows, keys)
                 assert not libraries._cudnn_serves(Heads(q, q, q), band._replace(left=3, right=0))
+
+
+def test_cudnn_reads_results_and_gradients_in_the_layout_of_queries() -> None:
+    """PyTorch's key of a plan has the strides of q, k and v only."""
+    values = torch.arange(2.0 * 3 * 8 * 16).view(2, 3, 8, 16)
+    orders = ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3))
+    of_orders = [
+        values.permute(order).contiguous().permute([order.index(i) for i in range(4)])
+        for order in orders
+    ]
+    longer = torch.cat([values, values], 2)[:, :, :8]  # rows of a longer sequence
+    lse, band = torch.zeros(2, 3, 8), Rectangle(0, 8, 0, 8)
+    with mock.patch.object(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward") as call:
+        for q in (*of_orders, longer, values[:, :1].expand_as(values)):
+            for grad, out in product((*of_orders, longer), repeat=2):
+                call.return_value = values, values, values
+                of = Result(out, lse, grad)
+                libraries.cudnn_backward(Heads(q, values, values), of, band, 1.0)
+                grad_of_call, q_of_call, _, _, out_of_call = call.call_args.args[:5]
+                assert torch.equal(q_of_call, q) and 0 not in q_of_call.stride()
+                for tensor in (grad_of_call, out_of_call):
+                    assert torch.equal(tensor, values) and tensor.stride() == q_of_call.stride()

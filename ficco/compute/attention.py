@@ -455,15 +455,30 @@ def plain_backward(heads: Heads, of: Result, mask: torch.Tensor | None, scale: f
 
 def cudnn_backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> Heads:
     """Gradients by cuDNN, for rectangles without a window."""
-    n, m, lse = heads.q.shape[2], heads.k.shape[2], of.lse.contiguous().unsqueeze(-1)
-    none = torch.empty(0, dtype=torch.int64, device=heads.q.device)  # of dropout
+    q = heads.q.contiguous() if 0 in heads.q.stride() else heads.q
+    out, grad = _laid_out(of.out, q), _laid_out(of.grad, q)
+    n, m, lse = q.shape[2], heads.k.shape[2], of.lse.contiguous().unsqueeze(-1)
+    none = torch.empty(0, dtype=torch.int64, device=q.device)  # of dropout
     return Heads(
         *torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(of.grad, *heads, of.out, lse, none, none, None, None, None, n, m, 0.0),
+            *(grad, q, heads.k, heads.v, out, lse, none, none, None, None, None, n, m, 0.0),
             rectangle.causal,
             scale=scale,
         )
     )
+
+
+def _laid_out(tensor: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape of q with the strides of q.
+
+    PyTorch runs the plan of an earlier backward with equal strides of q, k and v. The plan also
+    has the strides of the result and of its gradient, which PyTorch does not compare (2.11,
+    ``MHAParams`` in ``native/cudnn/MHA.cpp``).
+    """
+    each = zip(q.shape, q.stride(), tensor.stride(), strict=True)
+    if all(size == 1 or wanted == own for size, wanted, own in each):
+        return tensor
+    return tensor.new_empty_strided(q.shape, q.stride()).copy_(tensor)
 
 
 def flash_backward(heads: Heads, of: Result, rectangle: Rectangle, scale: float) -> Heads:

@@ -140,10 +140,28 @@ def _gathered(
     return _run(product, x, layers, 3 if heads else len(layers), gathers=True)
 
 
-def _scattered(x: torch.Tensor, layer: Linear, group: ProcessGroup) -> torch.Tensor:
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, whose gradient is contiguous, as torchtitan's own layers return it. PyTorch
+    runs one plan of cuDNN's attention for gradients of all strides, as if they had those of the
+    first (2.11, ``MHAParams`` in ``native/cudnn/MHA.cpp``)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.contiguous()
+
+
+def _scattered(
+    x: torch.Tensor, layer: Linear, group: ProcessGroup, after_attention: bool = False
+) -> torch.Tensor:
     """[b, s, k/W] -> [b, s/W, n]."""
 
     def product(x: torch.Tensor, weights: Tensors) -> Tensors:
+        if after_attention:
+            x = _ContiguousGradient.apply(x)
         return [scattered_linear(x, weights[0], group=group, sequence_dim=1)]
 
     (y,) = _run(product, x, [layer], 1, gathers=False)
@@ -196,7 +214,7 @@ class FiccoRow(Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if (group := _group(input)) is None:
             return F.linear(input, self.weight, self.bias)
-        return _scattered(input, self, group)
+        return _scattered(input, self, group, after_attention=True)
 
 
 class FiccoFeedForward(FeedForward):

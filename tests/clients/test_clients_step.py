@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -28,10 +29,26 @@ CALLS = {
 }
 
 
+def expect_contiguous_gradients() -> None:
+    """Fail if the gradient of a result of attention is not contiguous, in any variant."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention as Attention
+
+    attend: Any = Attention.forward
+
+    @wraps(attend)  # torchtitan reads the names of its arguments
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = attend(*args, **kwargs)
+        out.register_hook(lambda grad: torch._assert(grad.is_contiguous(), f"{grad.stride()}"))
+        return out
+
+    Attention.forward = forward
+
+
 def _measured(at: Rank, client: str) -> tuple[Any, dict[str, int]]:
     os.environ |= {"RANK": f"{at.rank}", "LOCAL_RANK": f"{at.rank}", "WORLD_SIZE": f"{at.world}"}
     if client == "torchtitan":
         titan.cpu_device()
+        expect_contiguous_gradients()
     elif client == "megatron":
         from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
