@@ -23,13 +23,13 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3500, 1835),
+    "compute": (3515, 1845),
     "dma": (7470, 4205),
     "heuristics": (1600, 720),
     "hip_kernels": (1205, 575),
-    "integrations": (985, 500),
+    "integrations": (1020, 525),
     "machine": (1460, 640),
-    "nn": (2195, 1055),
+    "nn": (2245, 1080),
     "ops": (5935, 2775),
     "passes": (1975, 1170),
     "plan": (1110, 540),
@@ -60,12 +60,12 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "files that name tiled": 18,
     # Numbers of places in the same files; a redesign should leave one place of each.
     "calls of begin": 4,
-    "autograd functions": 2,
+    "autograd functions": 3,
     "isinstance of problems": 0,
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 40_560
+LINES_OF_TESTS = 40_730
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
