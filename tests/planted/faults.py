@@ -185,8 +185,8 @@ FAULTS = (
         "ficco/nn/functional.py",
         "the gradient of a replicated bias covers only the rows of one rank",
         ("nn.py::test_column_and_row_are_exact",),
-        "return _biased(y, None if bias is None else sum_gradient(bias, group))",
-        "return _biased(y, bias)",
+        "return biased(y, None if bias is None else sum_gradient(bias, group))",
+        "return biased(y, bias)",
     ),
     Fault(
         "changed-operand",
