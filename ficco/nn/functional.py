@@ -196,6 +196,7 @@ def summed_linear(
     """Apply :func:`reduced_linear` to plain tensors that need no gradient."""
     y, _ = operate("matmul_all_reduce", _rows(x), weight.t(), group, schedule, None)
     sizes = y.shape[1:]
+    # As :func:`_with_batch`, in fewer calls of Python.
     (y,) = torch.unsafe_split_with_sizes(y.view(*x.shape[:-1], *sizes), sizes, -1)
     return y if bias is None else biased(y, bias)
 

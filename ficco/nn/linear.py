@@ -191,7 +191,7 @@ class _ParallelLinear(nn.Module):
             plain_layers.add(self)
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        # PyTorch's steps for hooks take longer than the product of a token.
+        # PyTorch's steps for ficco's own hook take longer than the product of a token.
         if not hooked(self) and torch._C._get_tracing_state() is None:
             return self.forward(*args, **kwargs)
         return super()._call_impl(*args, **kwargs)
