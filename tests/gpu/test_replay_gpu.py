@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import pytest
@@ -86,8 +86,8 @@ def test_every_schedule_is_exact(rank: int) -> None:
 def _times(
     at: Rank, schedule: str, operator: str, mode: str
 ) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of calls; by signal, the error of its time in the call where it was smallest, since
-    another program on the GPU can delay any; planned times of the signals."""
+    """Seconds of calls; by signal, the error of its time that a quarter of the calls keep, since
+    another program on the GPU can delay the others; planned times of the signals."""
     watch = watch_of(at)
     operands = ReplayOperands(problem_of(operator, 2048, 2048, 4096), 0, watch.device)
     operands.random(0)
@@ -97,7 +97,7 @@ def _times(
     for _ in range(50):
         seconds.append(watch.clock.time(item)[0])
         errors.append(courier.errors())
-    off = [min(map(abs, by_word)) for by_word in zip(*errors[5:], strict=True)]
+    off = [quantiles(map(abs, by_word))[0] for by_word in zip(*errors[5:], strict=True)]
     program = watch.engine.latest
     assert program is not None
     pieces = courier.timetable(program).pieces
