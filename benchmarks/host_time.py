@@ -39,7 +39,7 @@ UNSEEN = (
 GATHERS = ("auto", "serial:collective", "serial:kernel", "serial", "growing", "tiled")
 SCATTERS = ("auto", "serial:collective", "growing", "tiled")
 LIBRARY, FUSED = "NCCL and mm", "PyTorch fused"
-WARM_UP, ROUNDS = 8, 15
+WARM_UP, ROUNDS = 8, 31
 
 Calls = dict[str, Callable[[], object]]
 
@@ -154,9 +154,11 @@ def usable(calls: Calls) -> Calls:
     return served
 
 
-def timed(calls: Calls, time_of: Callable[[Callable[[], object]], float]) -> dict[str, float]:
+def timed(
+    calls: Calls, time_of: Callable[[Callable[[], object]], float], order: random.Random
+) -> dict[str, float]:
     """Median over the rounds of the slower rank's microseconds, by call."""
-    order, names = random.Random(7), list(calls)
+    names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(ROUNDS):
         order.shuffle(names)
@@ -167,10 +169,12 @@ def timed(calls: Calls, time_of: Callable[[Callable[[], object]], float]) -> dic
 
 def measure(rank: int, world: int, device: torch.device) -> list[Row]:
     rows: list[Row] = []
+    # One order for all shapes: a call takes longer after PyTorch's than after another of ficco's.
+    order = random.Random(7)
     for operator, candidates in OPERATORS.items():
         for mode, time_of, shapes in (("host", host, SHAPES), ("idle", idle, UNSEEN)):
             for shape in shapes:
-                times = timed(usable(candidates(*shape, world, device)), time_of)
+                times = timed(usable(candidates(*shape, world, device)), time_of, order)
                 rows += [Row(operator, mode, *shape, name, us) for name, us in times.items()]
                 line = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
                 if rank == 0:

@@ -52,7 +52,8 @@ class Regret:
     Attributes:
         problem, mode: what was measured.
         best: name of the fastest schedule of those that ``auto`` compares or takes from a tuned
-            entry, and its milliseconds.
+            entry, and its milliseconds. It is chosen by the even rounds and timed by the odd ones,
+            as are all others, where a file has the halves.
         auto: name and milliseconds of the schedule that ``auto`` takes.
         rule: the same of the paper's rule, where it was measured; else None.
         others: milliseconds of the best of serial and PyTorch's fused op.
@@ -82,24 +83,25 @@ class Regret:
 
 def regrets(rows: pd.DataFrame, machine: Machine) -> Iterator[tuple[str, Regret | None]]:
     """The mode and the regret of every measured shape; None if the schedule that ``auto`` takes was
-    not measured.
+    not measured. Calls that graphs capture are decided as queued ones.
 
     Raises:
         ValueError: the machine does not describe this number of ranks.
     """
-    timed = measured(rows)
-    timed = timed[timed["mode"].isin(("queued", "idle"))]
-    for (_, _, mode), mine in timed.groupby(["operator", "case", "mode"], sort=False):
+    for (_, _, mode), mine in measured(rows).groupby(["operator", "case", "mode"], sort=False):
         yield mode, _regret(mine, mode, machine)
 
 
 def _regret(rows: pd.DataFrame, mode: str, machine: Machine) -> Regret | None:
     row = next(rows.itertuples())
-    where = Where(machine, row.world, "idle" if machine.accelerator == "cpu" else "eager")
+    eager = "idle" if machine.accelerator == "cpu" else "eager"
+    where = Where(machine, row.world, "queued" if mode == "graph" else eager)
     case = Case(row.case, row.m, row.n, row.k, row.dtype, operator=row.operator)
     problem = case.problem(row.world)
     ours = rows[(rows["kind"] == "ficco") & rows["candidate"].map(plain)]
-    timed = dict(zip(map(Schedule.parse, ours["candidate"]), ours["ms"], strict=True))
+    schedules = [*map(Schedule.parse, ours["candidate"])]
+    halves = ("ms",) * 2 if rows["ms_even"].isna().any() else ("ms_even", "ms_odd")
+    choosing, timed = (dict(zip(schedules, ours[half], strict=True)) for half in halves)
     movers = tuple({schedule.mover: None for schedule in timed})
     # Older files lack the schedules by a copy kernel, which did not exist then.
     by_kernel = [
@@ -115,14 +117,15 @@ def _regret(rows: pd.DataFrame, mode: str, machine: Machine) -> Regret | None:
     if auto not in times:
         return None
     compared = {one: times[one] for one in dict.fromkeys(names) if one in times}
-    predicted = {one: predict(problem, one, where.simulated, mode) * 1e3 for one in compared}
+    simulated = "queued" if mode == "graph" else mode
+    predicted = {one: predict(problem, one, where.simulated, simulated) * 1e3 for one in compared}
     ruled = None
     if machine.thresholds is not None:
         name, _ = rule(problem, machine.thresholds)
         ms = times.get(Schedule.parse(name))
         ruled = (name, ms) if ms else None
-    others = [*rows["ms"][rows["kind"].isin(OTHERS)], times.get(SERIAL, float("inf"))]
-    best = min(compared, key=compared.__getitem__)
+    others = [*rows[halves[1]][rows["kind"].isin(OTHERS)], times.get(SERIAL, float("inf"))]
+    best = min(compared, key=by_plan(problem, choosing, names).__getitem__)
     return Regret(
         problem,
         mode,
@@ -253,7 +256,8 @@ ABOUT = (
     "`auto` takes one schedule for eager calls, without knowing whether the host runs ahead "
     "(queued) or the GPU waits for it (idle). The best is the fastest measured of the schedules "
     "that `auto` compares and of those by a copy kernel beside products, which it takes from a "
-    "tuned entry alone; others are the better of serial and PyTorch's fused op."
+    "tuned entry alone. In files with `ms_even` and `ms_odd` it is chosen by one half of the rounds, "
+    "and all times are those of the other; others are the better of serial and PyTorch's fused op."
 )
 
 

@@ -62,6 +62,7 @@ def test_ratios_are_taken_round_by_round() -> None:
     )
     growing, bound = summary.loc["growing"], summary.loc["ideal"]
     assert (growing.ms, growing.ms_low, growing.ms_high) == (1250.0, 1250.0, 1875.0)
+    assert (growing.ms_even, growing.ms_odd) == (1250.0, 2500.0)
     assert growing.speedup == pytest.approx(1.4 / 1.25)
     assert (growing.share, growing.efficiency) == pytest.approx((0.8, 0.5))
     assert (growing.vs_pytorch, growing.vs_queued) == pytest.approx((1.3 / 1.25, 0.8))

@@ -182,6 +182,11 @@ def test_regret_compares_auto_with_its_candidates(tmp_path: Path) -> None:
     assert mode == "queued" and shape is not None
     assert (shape.best, shape.auto) == ((slower, 1.6), (chosen, 2.0))
     assert shape.loss == pytest.approx(0.25) and excluded not in shape.errors
+    # The even rounds choose the best schedule, and the odd ones time it.
+    halves = rows.assign(mode="graph", ms_even=rows["ms"], ms_odd=rows["ms"][::-1].to_numpy())
+    ((mode, shape),) = regret.regrets(halves.iloc[:2], machine)
+    assert mode == "graph" and shape is not None
+    assert (shape.best, shape.auto) == ((slower, 3.0), (chosen, 1.0))
     # Several names of one plan have one time, the median of their times.
     times = {"growing": 2.0, "shrinking": 1.0, "shard-overlap": 3.0, "serial": 1.5}
     both_rows = rows_of(times, m=1536, n=5504, k=4096, world=2)

@@ -154,16 +154,18 @@ _SPREAD = _columns(float, "ms ms_low ms_high")
 #: op. vs_queued: queued time over this one. host_us: microseconds that the host takes to enqueue
 #: one of several calls in a row, on the slowest rank. extra_bytes: peak memory besides operands and
 #: result, on the rank that takes most. error: of operators that sum, error of random sums against
-#: float64 as a share of their root mean square, on the rank where it is largest.
+#: float64 as a share of their root mean square, on the rank where it is largest. ms_even, ms_odd:
+#: medians of every second round. A schedule chosen by one half is measured by the other.
 BENCH = Schema(
     _columns(str, "operator case label")
     | _PRODUCT
     | _columns(str, "mode candidate kind")
     | _STATUS
     | _SPREAD
-    | _columns(float, "speedup share efficiency vs_pytorch vs_queued host_us extra_bytes error"),
+    | _columns(float, "speedup share efficiency vs_pytorch vs_queued host_us extra_bytes error")
+    | _columns(float, "ms_even ms_odd"),
     {"operator": "all_gather_matmul", "label": ""}  # older files have one operator
-    | dict.fromkeys(("ms_low", "ms_high", "vs_queued", "error"), math.nan),
+    | dict.fromkeys(("ms_low", "ms_high", "vs_queued", "error", "ms_even", "ms_odd"), math.nan),
     ways=("candidate",),
 )
 

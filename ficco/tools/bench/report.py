@@ -103,6 +103,8 @@ def summarise(times: Series, queued: Series | None = None) -> pd.DataFrame:
         "efficiency": overlap_efficiency(rounds),
         "vs_pytorch": over(fastest(rounds, PYTORCH), rounds),
         "vs_queued": (pd.DataFrame(queued or {}) / rounds).median(),
+        "ms_even": rounds[::2].median() * 1e3,
+        "ms_odd": rounds[1::2].median() * 1e3,
     }
     whole = rounds.columns.difference(PARTS)  # a part has no ratio to the whole operator
     return spread(rounds).join(pd.DataFrame(ratios).loc[whole])
