@@ -169,7 +169,7 @@ def timed(
 
 def measure(rank: int, world: int, device: torch.device) -> list[Row]:
     rows: list[Row] = []
-    # One order for all shapes: a call takes longer after PyTorch's than after another of ficco's.
+    # Orders differ from shape to shape, so that no call always follows the same other one.
     order = random.Random(7)
     for operator, candidates in OPERATORS.items():
         for mode, time_of, shapes in (("host", host, SHAPES), ("idle", idle, UNSEEN)):
