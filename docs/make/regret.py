@@ -256,8 +256,8 @@ ABOUT = (
     "`auto` takes one schedule for eager calls, without knowing whether the host runs ahead "
     "(queued) or the GPU waits for it (idle). The best is the fastest measured of the schedules "
     "that `auto` compares and of those by a copy kernel beside products, which it takes from a "
-    "tuned entry alone. In files with `ms_even` and `ms_odd` one half of the rounds chooses it, and "
-    "all times are those of the other; others are the better of serial and PyTorch's fused op."
+    "tuned entry alone. In files with `ms_even` and `ms_odd` half of the rounds choose it, and all "
+    "times are of the other half; others are the better of serial and PyTorch's fused op."
 )
 
 
