@@ -145,7 +145,7 @@ def test_auto_takes_the_first_of_equal_predictions(
 def test_auto_is_serial_if_the_predicted_gain_is_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    decision = ficco.explain("experts", machine="h200-4", capacity=640, **(SIZES | {"h": 114688}))
+    decision = ficco.explain("experts", machine="h200-4", capacity=1280, **(SIZES | {"h": 57344}))
     assert str(decision.schedule) == "serial"
     assert "less than the margin of 2%" in decision.reason
     monkeypatch.setitem(FAMILIES, "experts", replace(EXPERTS, margin=0.025))
