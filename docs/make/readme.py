@@ -43,10 +43,13 @@ Results = tuple[pd.DataFrame, dict[str, Any], str]
 
 #: The benches of the table of docs/results/README.md.
 BENCHES = (
+    "measured-h200-4-1130",
     "measured-h200-4",
     "reduce-scatter-h200-4",
     "all-reduce-h200-4",
     "all-to-all-h200-4",
+    "measured-h200-2-1130",
+    "reduce-scatter-h200-2-1130",
     "measured-h200-2",
     "measured-h100-2",
 )

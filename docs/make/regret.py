@@ -103,6 +103,7 @@ def _regret(rows: pd.DataFrame, mode: str, machine: Machine) -> Regret | None:
     halves = ("ms",) * 2 if rows["ms_even"].isna().any() else ("ms_even", "ms_odd")
     choosing, timed = (dict(zip(schedules, ours[half], strict=True)) for half in halves)
     movers = tuple({schedule.mover: None for schedule in timed})
+    tiled = ("tiled",) * any(schedule.grouping == "tiled" for schedule in timed)
     # Older files lack the schedules by a copy kernel, which did not exist then.
     by_kernel = [
         one
@@ -110,9 +111,9 @@ def _regret(rows: pd.DataFrame, mode: str, machine: Machine) -> Regret | None:
         if one.mover == "kernel" and predictable(one, problem, where.simulated)
     ]
     newer = by_kernel and timed.keys() >= set(by_kernel)
-    by_model = ALL_OFFERS if newer else OFFERS
+    by_model = (*OFFERS, *("kernel",) * bool(newer), *tiled)
     auto = decide(problem, machine=machine, mode=where.mode, offers=by_model).schedule
-    names = (*candidates(problem, where.simulated, movers), auto)
+    names = (*candidates(problem, where.simulated, (*movers, *tiled)), auto)
     times = by_plan(problem, timed, names)
     if auto not in times:
         return None
