@@ -517,6 +517,38 @@ def test_replicated_sums_the_gradients_of_whole_parameters() -> None:
     run(4, _summed, ("pair", "fully_shard"))
 
 
+class _Recomputed(nn.Sequential):
+    """Recomputes its first module in the backward, after a call of itself if ``again``."""
+
+    reentrant = again = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.again:
+            self.again = False
+            x = self(x)
+        return checkpoint(self[0], x, use_reentrant=self.reentrant)
+
+
+def _recomputed(at: Rank) -> None:
+    """Gradients of parameters that a checkpoint reads again, or that nested declarations share."""
+    weight, grad = integers(HIDDEN, seed=1), part(integers(SEQUENCE, HIDDEN, seed=6), at, 0)
+    for group, reentrant, nested in itertools.product((None, mesh_of(at)), (0, 1), (0, 1)):
+        results = []
+        for sums in (False, True):
+            model = _Recomputed(Scaled(HIDDEN, 1))
+            model.reentrant, model.again = bool(reentrant), bool(nested)
+            model[0].weight.data.copy_(weight)
+            if sums and nested and group is None:
+                replicated(model[0])
+            own = replicated(model, group) if sums else model
+            x = part(integers(SEQUENCE, HIDDEN, seed=5), at, 0).requires_grad_()
+            own(x).backward(grad)
+            results.append(plain(model[0].weight.grad).clone())
+            assert isinstance(model[0].weight, nn.Parameter)
+        dist.all_reduce(results[0])
+        same(results[1], results[0], f"{group}, reentrant={reentrant}, nested={nested}")
+
+
 def _meta(at: Rank) -> None:
     x, grad = (integers(SEQUENCE, HIDDEN, seed=seed) for seed in (5, 6))
     weight = integers(HIDDEN, seed=1)
@@ -975,7 +1007,7 @@ def _styles_of_example(at: Rank) -> None:
 WITH_FSDP2 = partial(pytest.param, marks=HAS_FSDP2)
 RECORDS = since("2.8", "does not tell that a checkpoint is being recorded: CheckpointError")
 OF_LAYERS = _kinds, _initialisation, _state_dicts, _more_than_weights, _unequal, _encoder
-OF_ALL = _replicated_norm, _meta, _skipped, WITH_FSDP2(_parts_or_wholes)
+OF_ALL = _replicated_norm, _recomputed, _meta, _skipped, WITH_FSDP2(_parts_or_wholes)
 OF_STYLES = _vectors, _shared, _collective_in_flight, _changed, _compiled, _subclasses
 OTHERS = pytest.param(_recomputed_within, marks=RECORDS), _more_than_linear
 

@@ -161,7 +161,8 @@ def replicated(module: Module, group: ProcessGroup | DeviceMesh | None = None) -
 
     The module is changed in place; names in its state_dict stay. Call it before the optimizer and
     ``fully_shard`` get the parameters. The forward of the module has to use the parameters: a
-    gradient that other code computes with them is not summed.
+    gradient that other code computes with them is not summed. A checkpoint has to call the module
+    or modules in it.
 
     Args:
         module: has equal parameters on all ranks.
@@ -184,8 +185,9 @@ def replicated(module: Module, group: ProcessGroup | DeviceMesh | None = None) -
                 )
     if ranks.mesh is not None:
         _distribute(module, ranks.mesh)
-    module.register_forward_pre_hook(partial(_use_summed, ranks))
-    module.register_forward_hook(_use_own, always_call=True)
+    for name, owner in _own_modules(module):  # a checkpoint may call any of them in the backward
+        owner.register_forward_pre_hook(partial(_use_summed, ranks, not name))
+        owner.register_forward_hook(_use_own, always_call=True)
     return module
 
 
@@ -210,11 +212,15 @@ def _distribute(module: nn.Module, mesh: DeviceMesh) -> None:
             owner._parameters[name] = distributed[param]
 
 
-def _use_summed(ranks: Ranks, module: nn.Module, args: Any) -> None:
-    """Pre-hook: let the forward read tensors whose gradients are summed over the ranks."""
+def _use_summed(ranks: Ranks, whole: bool, module: nn.Module, args: Any) -> None:
+    """Pre-hook: let the forward read tensors whose gradients are summed over the ranks. ``whole``:
+    also where the module's caller already reads such tensors."""
+    before: list[tuple[nn.Module, str, torch.Tensor | None]] = []
+    vars(module).setdefault("_before_summed", []).append(before)
     for _, owner in _own_modules(module):
         for name, param in owner._parameters.items():
-            if param is None:
+            # An instance attribute takes precedence over the parameter of the same name.
+            if param is None or (name in vars(owner) and not whole):
                 continue
             tensor: torch.Tensor = param
             if isinstance(param, DTensor):
@@ -228,12 +234,14 @@ def _use_summed(ranks: Ranks, module: nn.Module, args: Any) -> None:
                 tensor = param.to_local()
             if param.requires_grad:
                 tensor = sum_gradient(tensor, ranks.group)
-            # An instance attribute takes precedence over the parameter of the same name.
-            owner.__dict__[name] = tensor
+            before.append((owner, name, vars(owner).get(name)))
+            vars(owner)[name] = tensor
 
 
 def _use_own(module: nn.Module, args: Any, out: Any) -> None:
     """Hook: undo :func:`_use_summed`, also after an error."""
-    for _, owner in _own_modules(module):
-        for name in owner._parameters:
-            owner.__dict__.pop(name, None)
+    for owner, name, tensor in reversed(vars(module)["_before_summed"].pop()):
+        if tensor is None:
+            del vars(owner)[name]
+        else:
+            vars(owner)[name] = tensor
