@@ -43,7 +43,8 @@ def empty(
 
     Pull schedules read an ``a_shard`` in this memory in place, and copy any other ``a_shard``
     first. Collective: all ranks of the group call it in the same order with the same shape and
-    dtype. In one call of an operator, all ranks or no rank have their shard in this memory.
+    dtype. In one call of an operator, all ranks or no rank have their shard in this memory. The
+    memory stays until ``ficco.close()``, so allocate once and reuse the tensor.
 
     Args:
         shape, dtype: as for :func:`torch.empty`; dtype defaults to PyTorch's default.

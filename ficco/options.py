@@ -53,6 +53,10 @@ class Options:
             their copies in the same way, and the loss counts them once, as in Megatron-LM; the
             gradients are then equal on all ranks and the backward needs no communication. The
             option is the same on all ranks.
+
+    A backward has the options of its forward. ``torch.utils.checkpoint`` recomputes under those in
+    force at the backward: set ``save_gathered`` and ``all_reduce_gradients`` by
+    :func:`set_options` there, or within the function that it calls.
     """
 
     timeout_s: float | None = None

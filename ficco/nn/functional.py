@@ -161,7 +161,7 @@ def copied_linears(
     ranks = process_group(group)
     if recipe is None and _infers(x, *weights):
         outs = tuple(torch.nn.functional.linear(x, weight) for weight in weights)
-        return tuple(map(biased, outs, biases))
+        return tuple(biased(y, bias) for y, bias in zip(outs, biases, strict=True))
     _check_biases(weights, biases)
     refuse_unserved({"x": x, **{f"weights[{i}]": weight for i, weight in enumerate(weights)}})
     outs = differentiable(

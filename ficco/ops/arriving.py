@@ -139,8 +139,8 @@ def arriving(
             GPU by the watchdog, which also ends kernels that wait. The time counts from the entry.
 
     An exception in the block propagates after the call has been completed: the peers get their
-    rows and the group stays usable. Only an exception that is not an ``Exception``, such as
-    KeyboardInterrupt, aborts the call.
+    rows and the group stays usable. Only an exception that is neither an ``Exception`` nor a
+    GeneratorExit, such as KeyboardInterrupt, aborts the call.
     """
     workspace = _checked(a_shard, group)
     try:
@@ -168,7 +168,7 @@ def arriving(
         outcome = error
     workspace.block_open = False
     arrivals._close()
-    abort = outcome if not isinstance(outcome, Exception) else None
+    abort = None if isinstance(outcome, (Exception, GeneratorExit)) else outcome
     try:
         around.__exit__(type(abort) if abort else None, abort, None)
         workspace.raise_error()

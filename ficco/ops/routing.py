@@ -126,8 +126,11 @@ class Routing(Blocks):
         placed: Placed,
     ) -> None:
         super().__init__(experts, capacity)
-        self.indices, self.exact, self.overflow = indices, capacity is None, overflow
+        self.exact, self.overflow = capacity is None, overflow
         self.counts, self._places, self._rows, self._held = placed
+        # Rows that are computed later must not change with the caller's tensor.
+        fixed = self._rows is not None and overflow == "drop"
+        self.indices = indices if fixed else indices.clone()
         self._pending: tuple[Workspace, int] | None = None
         self._group: ProcessGroup | None = None
 

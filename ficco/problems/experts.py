@@ -88,7 +88,8 @@ class ExpertLayer(AnyProblem):
 
     def __post_init__(self) -> None:
         check_name("operator", self.operator, EXPERT_OPERATORS)
-        for least, sizes in ((1, ("world", "experts", "capacity")), (0, "khn")):
+        summed = ("k",) * self.dispatches + ("h",) * self.combines
+        for least, sizes in ((1, ("world", "experts", "capacity", *summed)), (0, "khn")):
             self._check(self.dtype, least, ((name, getattr(self, name)) for name in sizes))
         if self.function not in (FUNCTIONS if self.operator == "experts" else ("",)):
             raise InvalidArgument(
