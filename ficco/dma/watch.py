@@ -103,11 +103,6 @@ class Flight:
     serial: int = 0
     whole: bool = False
 
-    def end(self, stream: Any) -> None:
-        """Record the end of the call after all work that the stream has now."""
-        self.after.record(stream)
-        self.whole = True
-
     def over(self) -> bool:
         return self.whole and self.after.over()
 
