@@ -109,7 +109,7 @@ def fused(pairs: list[tuple[str, Any]], captured: bool = False) -> Any:
     words = SimpleNamespace(own=range(PEER))
     state = SimpleNamespace(watch=FixedWatch() if captured else None, words=words)
     slot = SimpleNamespace(captured=captured, state=state, number=lambda program: 1)
-    plan = SimpleNamespace(lanes=lanes, words=64, buffers=(), steps=())
+    plan = SimpleNamespace(lanes=lanes, words=64)
     program: Any = SimpleNamespace(plan=plan, ops=ops, state={}, slot=slot)
     return Engine()._run(program)
 

@@ -60,7 +60,6 @@ from ficco.dma.lane_ops import (
     enqueue_rest,
     joined,
     parted,
-    settings_of,
 )
 from ficco.dma.memories import (
     GATE,
@@ -775,8 +774,7 @@ class GpuEngine(WatchedEngine):
         parts = parted(own, program.plan.steps) if before else None
         alone = {"base", "network"}.isdisjoint(program.state) and bool(parts or not before)
         recordable = alone and bool(program.plan.words) and slot is not None and not slot.captured
-        settings = settings_of(program.plan)
-        run = Run(body, begin, tail, tail_lane, lanes, before, parts, recordable, settings)
+        run = Run(body, begin, tail, tail_lane, lanes, before, parts, recordable)
         program.state["run"] = run
         return run
 

@@ -58,7 +58,6 @@ class Run:
             recorded and the part that is not; None if they cannot be separated.
         recordable: false for collectives, which use no words; captured calls; timed calls; and
             calls between hosts, which hand each exchange to a thread or to a counting library.
-        settings: see :func:`settings_of`.
         recorded: recordings of the body, by the addresses of the operands.
         seen: addresses of operands that have occurred once.
     """
@@ -71,7 +70,6 @@ class Run:
     before: tuple[Op, ...] = ()
     parts: tuple[Run, Run] | None = None
     recordable: bool = False
-    settings: Sequence[Callable[[], Any]] = ()
     recorded: dict[Any, Recording] = field(default_factory=dict)
     seen: set[Any] = field(default_factory=set)
 
@@ -405,7 +403,7 @@ _SETTINGS = [(_blas, "")] + [
         ("_get_cublas_allow_bf16_reduced_precision_reduction", "bfloat16"),
         ("_get_deterministic_algorithms", ""),
         ("_get_sm_carveout_experimental", ""),
-        ("_get_cudnn_sdp_enabled", "attention"),
+        ("_get_cudnn_sdp_enabled", "every"),
     )
     if (getter := getattr(torch._C, name, None)) is not None
 ]
@@ -420,8 +418,8 @@ def settings_of(plan: Plan) -> list[Callable[[], Any]]:
     """Getters of the settings that affect which kernels run for a Plan: all of them for attention,
     whose libraries may have products of any dtype."""
     dtypes = {"", *(buffer.dtype for buffer in plan.buffers)}
-    attends = any(step.op == "attend" for step in plan.steps)
-    return [getter for getter, dtype in _SETTINGS if attends or dtype in dtypes]
+    every = any(step.op == "attend" for step in plan.steps)
+    return [getter for getter, dtype in _SETTINGS if every or dtype in dtypes]
 
 
 class _Recorder:
@@ -454,8 +452,10 @@ class Replays:
 
         At the second use, the calls on all slots are recorded at once, if recordings pay.
         """
-        run: Run = program.state["run"]
-        key = (raw, *operands_key(call), *[setting() for setting in run.settings])
+        state = program.state
+        settings = state.get("settings") or state.setdefault("settings", settings_of(program.plan))
+        run: Run = state["run"]
+        key = (raw, *operands_key(call), *[setting() for setting in settings])
         recording = run.recorded.get(key)
         if recording is not None:
             self._replayed += 1

@@ -33,12 +33,13 @@ class Recorded(Replays):
         return None if self.fails else run.tail_lane
 
 
-def kind(*lanes: str, settings: Sequence[Any] = ()) -> list[Program]:
+def kind(*lanes: str, settings: Sequence[Any] = (int,)) -> list[Program]:
     """Return the programs of a kind of call, one per slot; the name of a run is its lane."""
     slots = {}
     for number, lane in enumerate(lanes):
-        run = Run([], None, [], lane, (), (), None, lane != "captured", settings)
-        slots[number] = Program(None, None, [], state={"run": run}, siblings=slots)  # type: ignore[arg-type]
+        run = Run([], None, [], lane, (), recordable=lane != "captured")
+        state: dict[Any, Any] = {"run": run, "settings": settings}
+        slots[number] = Program(None, None, [], state=state, siblings=slots)  # type: ignore[arg-type]
     return list(slots.values())
 
 
