@@ -92,6 +92,9 @@ class HostTensors:
     def raw(self, stream: Any) -> int:
         return int(stream.as_c_void_p().value)
 
+    def in_capture(self) -> bool:
+        return bool(self.capturing())
+
     def capturing(self) -> int:
         self.use()
         return self.capture_id(self.lane("caller"))

@@ -1,5 +1,6 @@
 """Host cost of a warm eager call on the caller's thread: calls of ficco's Python functions, their
-files, and changes from file to file. Layers decode one token.
+files, and changes from file to file. Layers decode one token. ``serial:kernel`` is a call of the
+GPU engine on threads, from the user to the engine and from there to the driver.
 
 The measured rank begins its call after its peer, so that all signals have arrived when it waits for
 them. Otherwise a wait takes three more calls. Comprehensions are not counted: Python 3.12 makes no
@@ -18,6 +19,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
+import thread_driver
 import torch
 import torch.distributed as dist
 from ranks import Rank, on_ranks, run
@@ -48,6 +50,7 @@ LIMITS = {
     "matmul_reduce_scatter": Cost(9, 33, 15),
     "all_gather_attention": Cost(11, 80, 28),
     "serial:collective": Cost(11, 26, 15),
+    "serial:kernel": Cost(11, 21, 15),
     "ColwiseParallel": Cost(4, 6, 7),
     "RowwiseParallel": Cost(15, 32, 25),
 }
@@ -64,7 +67,7 @@ def warm(operator: str) -> Callable[[], Any]:
         layer = parallelize_module(linear, init_device_mesh("cpu", (2,)), style)
         return partial(torch.no_grad()(layer), torch.ones(1, 1, 32 if layer.cut == 0 else 16))
     a, b = torch.ones(64, 32), torch.ones(32, 16)
-    if operator == "serial:collective":
+    if operator.startswith("serial"):
         return partial(ficco.all_gather_matmul, a, b, schedule=operator)
     return partial(getattr(ficco, operator), a, b, schedule="growing")
 
@@ -98,14 +101,19 @@ def costs(at: Rank, operator: str, held: bool) -> list[tuple[Cost, Counter[str]]
     ficco.close()  # the group's symmetric memory of earlier tests
     if held:
         ficco.empty((8,), dtype=torch.float32)
-    call = warm(operator)
-    for _ in range(4):
-        call()
-    for _ in range(5):
-        at.barrier()
-        if at.rank == 0:
-            time.sleep(0.05)
-        measured.append(cost(call))
+    call, on_gpu = warm(operator), operator == "serial:kernel"
+    thread_driver.serve()
+    with ficco.options(engine="threads" if on_gpu else None):
+        for _ in range(4):
+            call()
+        for workspace in workspaces() if on_gpu else ():
+            workspace.engine.driver.waits = False  # type: ignore[attr-defined]
+        for _ in range(5):
+            at.barrier()
+            if at.rank == 0:
+                time.sleep(0.05)
+            measured.append(cost(call))
+            ficco.synchronize()
     return measured
 
 

@@ -357,11 +357,12 @@ class Driver(ABC):
         raw: int = torch._C._cuda_getCurrentRawStream(self.index)
         return raw
 
+    #: Whether the caller's stream is captured.
+    in_capture: Callable[[], bool] = staticmethod(torch._C._cuda_isCurrentStreamCapturing)
+
     def capturing(self) -> int:
         """Identifier of the capture that the caller's stream is in, 0 if none."""
-        if not torch.cuda.is_current_stream_capturing():
-            return 0
-        return self.capture_id(self.stream(self.caller()))
+        return self.capture_id(self.stream(self.caller())) if self.in_capture() else 0
 
     @abstractmethod
     def capture_id(self, stream: Any) -> int:

@@ -724,8 +724,8 @@ class GpuEngine(WatchedEngine):
             body(run, call)
             end = self._hand_on(run, call, state) if run.tail else stream
             if flight is not None:
-                flight.end(end)
-                state.retired = flight.after
+                flight.after.record(end)
+                state.retired, flight.whole = flight.after, True
                 return
             state.retired = state.done
             state.done.record(end)

@@ -38,7 +38,7 @@ from ficco.dma.driver import (
 from ficco.dma.memories import GATE
 from ficco.errors import BackendError
 from ficco.hip_kernels.launch import Kernels, Script, Signals
-from ficco.plan import Step, Transfer
+from ficco.plan import Plan, Step, Transfer
 
 #: Seconds after which a waiting kernel gives up; the watchdog ends it long before.
 KERNEL_WAIT_S = 86400.0
@@ -56,7 +56,7 @@ class Run:
         before: preparations of tiled launches, called before anything is enqueued.
         parts: for a body with tiled launches, which take longer in a recording: the part that is
             recorded and the part that is not; None if they cannot be separated.
-        recordable: false for collectives, which use no words; calls whose steps are timed; and
+        recordable: false for collectives, which use no words; captured calls; timed calls; and
             calls between hosts, which hand each exchange to a thread or to a counting library.
         recorded: recordings of the body, by the addresses of the operands.
         seen: addresses of operands that have occurred once.
@@ -387,36 +387,39 @@ MAX_RECORDED = 512
 #: with a growing cache have new addresses again and again.
 FREE_RECORDINGS, PAYING_REPLAYS = 128, 4
 
-#: Getters of the settings that affect which kernels run for the same operands.
-_SETTINGS = [
-    getter
-    for name in (
-        "_get_cublas_allow_fp16_accumulation",
-        "_get_cublas_allow_fp16_reduced_precision_reduction",
-        "_get_cublas_allow_bf16_reduced_precision_reduction",
-        "_get_blas_preferred_backend",
-        "_get_deterministic_algorithms",
-        "_get_sm_carveout_experimental",
-        "_get_cudnn_sdp_enabled",
+
+def _blas() -> int:
+    """The preferred BLAS, whose enum a dictionary would hash and compare by calls of C++."""
+    return int(torch._C._get_blas_preferred_backend())  # type: ignore[call-overload,no-any-return]
+
+
+#: Getters of the settings that affect which kernels run for the same operands, by the dtype of the
+#: products that a setting is for; "" for all.
+_SETTINGS = [(_blas, "")] + [
+    (getter, dtype)
+    for name, dtype in (
+        ("_get_cublas_allow_fp16_accumulation", "float16"),
+        ("_get_cublas_allow_fp16_reduced_precision_reduction", "float16"),
+        ("_get_cublas_allow_bf16_reduced_precision_reduction", "bfloat16"),
+        ("_get_deterministic_algorithms", ""),
+        ("_get_sm_carveout_experimental", ""),
+        ("_get_cudnn_sdp_enabled", "every"),
     )
     if (getter := getattr(torch._C, name, None)) is not None
 ]
 # In newer releases the old getter raises once the new API has been used.
 if hasattr(torch._C, "_get_fp32_precision_getter"):
-    _SETTINGS.append(partial(torch._C._get_fp32_precision_getter, "cuda", "matmul"))
+    _SETTINGS.append((partial(torch._C._get_fp32_precision_getter, "cuda", "matmul"), "float32"))
 else:
-    _SETTINGS.append(torch._C._get_cublas_allow_tf32)
+    _SETTINGS.append((torch._C._get_cublas_allow_tf32, "float32"))
 
 
-def _records(program: Program) -> bool:
-    """Whether calls of a program are recorded: eager ones that have run."""
-    run: Run | None = program.state.get("run")
-    return run is not None and run.recordable and not (program.slot and program.slot.captured)
-
-
-def _recorded_part(program: Program) -> Run:
-    run: Run = program.state["run"]
-    return run.parts[0] if run.parts else run
+def settings_of(plan: Plan) -> list[Callable[[], Any]]:
+    """Getters of the settings that affect which kernels run for a Plan: all of them for attention,
+    whose libraries may have products of any dtype."""
+    dtypes = {"", *(buffer.dtype for buffer in plan.buffers)}
+    every = any(step.op == "attend" for step in plan.steps)
+    return [getter for getter, dtype in _SETTINGS if every or dtype in dtypes]
 
 
 class _Recorder:
@@ -447,16 +450,18 @@ class Replays:
         """The recording of a program for the addresses of a call's operands; None at their first
         use. ``raw`` is the caller's stream.
 
-        At the second use, calls on all slots are recorded, so that no later call has to be, if
-        recordings pay.
+        At the second use, the calls on all slots are recorded at once, if recordings pay.
         """
-        key = (raw, *operands_key(call), *[setting() for setting in _SETTINGS])
-        recording = _recorded_part(program).recorded.get(key)
+        state = program.state
+        settings = state.get("settings") or state.setdefault("settings", settings_of(program.plan))
+        run: Run = state["run"]
+        key = (raw, *operands_key(call), *[setting() for setting in settings])
+        recording = run.recorded.get(key)
         if recording is not None:
             self._replayed += 1
             return recording
-        kin = filter(_records, program.siblings.values())
-        runs = list(map(_recorded_part, kin)) or [_recorded_part(program)]
+        kin = [sibling.state.get("run") for sibling in program.siblings.values()]
+        runs = [one for one in kin if one is not None and one.recordable] or [run]
         if not any(key in run.seen for run in runs):
             if len(runs[0].seen) >= MAX_RECORDED:
                 runs[0].seen.clear()
@@ -465,16 +470,17 @@ class Replays:
         if self._total >= FREE_RECORDINGS and self._replayed < PAYING_REPLAYS * self._total:
             return None
         with GATE.recording() as allowed:
-            for run in runs if allowed else ():
-                if key in run.recorded or not self.possible:
+            for one in runs if allowed else ():
+                if key in one.recorded or not self.possible:
                     continue
+                part = one.parts[0] if one.parts else one
                 # Each recording has parts of attention of its own.
-                if recording := self._record(run, replace(call, parts={}), raw):
+                if recording := self._record(part, replace(call, parts={}), raw):
                     self._evict()
-                    self._recorded.append((weakref.ref(run), key))
-                    run.recorded[key] = recording
+                    self._recorded.append((weakref.ref(one), key))
+                    one.recorded[key] = recording
                     self._total += 1
-        return _recorded_part(program).recorded.get(key)
+        return run.recorded.get(key)
 
     def close(self) -> None:
         self._recorders.clear()

@@ -103,11 +103,6 @@ class Flight:
     serial: int = 0
     whole: bool = False
 
-    def end(self, stream: Any) -> None:
-        """Record the end of the call after all work that the stream has now."""
-        self.after.record(stream)
-        self.whole = True
-
     def over(self) -> bool:
         return self.whole and self.after.over()
 
@@ -226,13 +221,11 @@ class WatchedEngine(StreamEngine):
     def __init__(self, group: ProcessGroup, driver: Driver, hosts: Hosts | None) -> None:
         super().__init__(group, driver.device, hosts)
         self.driver, self.graveyard = driver, Graveyard()
+        self.in_capture = driver.in_capture  # type: ignore[method-assign]
         self._batch, self._network = driver.batch, None
         self._free_watches = list(range(MAX_WATCHED))  # pairs of words that no slot uses
         self._states: set[SlotState] = set()
         self._read_buffer = 0, 0  # pinned memory for words: address and number of words
-
-    def in_capture(self) -> bool:
-        return bool(self.driver.capturing())
 
     # Slots.
 

@@ -17,11 +17,10 @@ from functools import cache
 from typing import Any, Literal, overload
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ficco.ops import library
 from ficco.ops.call import Result, run
@@ -541,7 +540,7 @@ def operate(
         traced = watched(a, b)
         if traced and not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
             raise not_a_tensor(*("b", b) if isinstance(a, torch.Tensor) else (LEFT[operator], a))
-        ranks = dist.GroupMember.WORLD if group is None and not traced else group
+        ranks = c10d._world.default_pg if group is None and not traced else group
         if not isinstance(ranks, ProcessGroup):
             ranks = process_group(group)
         if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
@@ -669,7 +668,7 @@ def _gathering(stock: Any) -> Any:
             results: tuple[torch.Tensor, list[torch.Tensor]]
             results = stock(A, Bs, gather_dim, group_name, return_A=return_A)
             return results
-        x, group = A.movedim(gather_dim, 0), _resolve_process_group(group_name)
+        x, group = A.movedim(gather_dim, 0), c10d._resolve_process_group(group_name)
         keeps = return_A or len(Bs) > 1
         widest = max(range(len(Bs)), key=lambda i: Bs[i].shape[1])
         with torch.no_grad():
@@ -689,7 +688,7 @@ def _gathering(stock: Any) -> Any:
 def _stays(collective: str, A: torch.Tensor, group_name: Any) -> None:
     """Count a call that PyTorch serves, or refuse it within :func:`ficco.expect`."""
     if A.numel():
-        name = _resolve_process_group(group_name).group_name
+        name = c10d._resolve_process_group(group_name).group_name
         stays(name, collective, "a fused operator of PyTorch's in a form that ficco does not serve")
 
 
@@ -702,7 +701,7 @@ def _scattering(stock: Any) -> Any:
             _stays("reduce-scatter", A, group_name)
             out: torch.Tensor = stock(A, B, reduce_op, scatter_dim, group_name)
             return out
-        x, group = A.movedim(scatter_dim, 0), _resolve_process_group(group_name)
+        x, group = A.movedim(scatter_dim, 0), c10d._resolve_process_group(group_name)
         with torch.no_grad():
             y = matmul_reduce_scatter(x.flatten(0, -2), B, group=group)
         if reduce_op == "avg":

@@ -278,6 +278,7 @@ class Board:
         for rank in hosts.far:
             parts[rank] = memoryview(bytearray(shown))
         self._rings = [np.frombuffer(part, np.uint64, ENTRIES) for part in parts]
+        self._mine = self._rings[self.rank].data  # writing a memoryview is faster
         self._texts = [part[texts : texts + TEXTS * TEXT_BYTES] for part in parts]
         self._counts = [
             np.frombuffer(part, np.uint64, offset=shown).reshape(ENTRIES, COUNTS)
@@ -338,7 +339,7 @@ class Board:
     def post(self, number: int, digest: int) -> None:
         """Post the digest of a call's description, or of the error that ended it. Calls count from
         1; 0 is the start of the engine. Errors are published to other hosts at once."""
-        self._rings[self.rank][number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
+        self._mine[number % ENTRIES] = (number % _NUMBERS) << _DIGEST_BITS | digest
         if self._relay is not None and digest in (_REFUSED, _FAILED, _LATE):
             self._relay.changed()
 
@@ -498,6 +499,7 @@ class Board:
         if self._relay is not None:
             self._relay.stop()
         self._rings = [np.zeros(ENTRIES, np.uint64)] * self.world
+        self._mine = self._rings[self.rank].data
         self._counts = [np.zeros((ENTRIES, COUNTS), np.uint64)] * self.world
         self._texts = [memoryview(bytearray(TEXTS * TEXT_BYTES))] * self.world
 

@@ -341,11 +341,6 @@ class Workspace:
         """Whether another thread is inside a call, or a block of :func:`ficco.arriving` is open."""
         return self.block_open or self.thread not in (0, get_ident())
 
-    def refuse_thread(self, operator: str) -> None:
-        """Raise ``FiccoError`` if another thread is inside a call of this group."""
-        if self.thread and self.thread != get_ident():
-            raise FiccoError(_THREADS.format(operator))
-
     def refuse_within_block(self, operation: str) -> None:
         """Raise ``FiccoError`` if a block of :func:`ficco.arriving` is open on the group."""
         if self.block_open:
@@ -588,7 +583,8 @@ def workspace_of(group: ProcessGroup, device: torch.device, operator: str = "fic
         finally:
             _begun.discard(key)
     workspace.refuse_within_block(operator)
-    workspace.refuse_thread(operator)
+    if workspace.occupied:
+        raise FiccoError(_THREADS.format(operator))
     return workspace
 
 

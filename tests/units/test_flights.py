@@ -41,7 +41,8 @@ class Caller:
     def call(self, number: int) -> None:
         flight = self.flights.begin(number, self.key, self.stream)
         self.stream.enqueued += 1
-        flight.end(self.stream)
+        flight.after.record(self.stream)
+        flight.whole = True
 
 
 def flights() -> tuple[Flights, list[Event]]:
@@ -96,7 +97,8 @@ def test_a_call_in_which_the_host_hangs_runs_until_it_is_dropped() -> None:
     caller = Caller(watched, 1)
     flight = watched.begin(3, 1, caller.stream)
     assert watched.look() == (3, True) and watched.look() == (3, False) and not watched.idle()
-    flight.end(caller.stream)
+    flight.after.record(caller.stream)
+    flight.whole = True
     assert watched.look() == (0, True) and watched.idle()
     caller.call(1)
     watched.drop(watched.begin(2, 1, caller.stream))

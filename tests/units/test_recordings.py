@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ficco.compute.program import Call, Program
-from ficco.dma.lane_ops import PAYING_REPLAYS, Replays, Run
+from ficco.dma.lane_ops import PAYING_REPLAYS, Replays, Run, settings_of
+from ficco.heuristics.families import family_of
+from ficco.problems.sizes import problem_of
+from ficco.schedules import Schedule
+
+CUBLAS = torch.backends.cuda.matmul
 
 
 class Recorded(Replays):
@@ -27,13 +33,13 @@ class Recorded(Replays):
         return None if self.fails else run.tail_lane
 
 
-def kind(*lanes: str) -> list[Program]:
+def kind(*lanes: str, settings: Sequence[Any] = (int,)) -> list[Program]:
     """Return the programs of a kind of call, one per slot; the name of a run is its lane."""
     slots = {}
     for number, lane in enumerate(lanes):
-        slot = SimpleNamespace(captured=lane == "captured")
-        run = Run([], None, [], lane, (), recordable=True)
-        slots[number] = Program(None, slot, [], state={"run": run}, siblings=slots)  # type: ignore[arg-type]
+        run = Run([], None, [], lane, (), recordable=lane != "captured")
+        state: dict[Any, Any] = {"run": run, "settings": settings}
+        slots[number] = Program(None, None, [], state=state, siblings=slots)  # type: ignore[arg-type]
     return list(slots.values())
 
 
@@ -51,14 +57,33 @@ def test_the_second_use_of_operands_records_the_calls_of_all_slots() -> None:
     assert replays.find(first, call, 2) is None  # another stream
 
 
-def test_a_recording_serves_calls_under_its_settings() -> None:
-    """One setting is whether cuDNN may serve attention."""
-    replays, (program,) = Recorded(), kind("first")
-    call = Call({"q": torch.ones(2, 3)})
-    for enabled in (True, False):
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, *[SDPBackend.CUDNN_ATTENTION] * enabled]):
-            assert replays.find(program, call, 1) is None
-            assert replays.find(program, call, 1) == "first"
+#: Names that a setting has in PyTorch, and another value.
+SETTINGS: dict[str, tuple[Any, str, Any]] = {
+    "float16": (CUBLAS, "allow_fp16_reduced_precision_reduction", False),
+    "bfloat16": (CUBLAS, "allow_bf16_reduced_precision_reduction", False),
+    "float32": (CUBLAS, "allow_tf32", True),
+    "library": (torch._C, "_get_blas_preferred_backend", lambda: 5),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("operator", ["all_gather_matmul", "all_gather_attention"])
+def test_a_recording_serves_calls_under_the_settings_of_its_plan(operator: str, dtype: str) -> None:
+    """A product reads those of its dtype, attention reads all: one is whether cuDNN may serve."""
+    sizes = {"sequence": 64, "heads": 2, "head_size": 16} if "attention" in operator else {}
+    problem = problem_of(operator, 2, dtype, sizes or {"m": 8, "n": 4, "k": 16})
+    settings = settings_of(family_of(problem).plans(problem, Schedule.parse("serial"))[0])
+    (program,), call, replays = kind("run", settings=settings), Call({}), Recorded()
+    assert replays.find(program, call, 1) is None
+    for name, (library, attribute, value) in SETTINGS.items():
+        assert replays.find(program, call, 1) == "run"
+        before = getattr(library, attribute)
+        setattr(library, attribute, value)
+        replayed = replays.find(program, call, 1) is not None
+        setattr(library, attribute, before)
+        assert replayed == (not sizes and name not in (dtype, "library")), name
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        assert (replays.find(program, call, 1) is None) == bool(sizes)
 
 
 def test_a_call_that_cannot_be_recorded_is_tried_once() -> None:
