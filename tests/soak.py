@@ -455,9 +455,6 @@ def sleep_on_lanes(local: random.Random, kind: Kind, device: torch.device) -> No
                 torch.cuda._sleep(local.randrange(CYCLES))
 
 
-# The process that starts the ranks.
-
-
 def parser() -> argparse.ArgumentParser:
     parsed = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parsed.add_argument("--seconds", type=float, help="no round begins later (default: 300)")
@@ -483,8 +480,7 @@ def failure(results: Sequence[Any]) -> str:
 
 
 def main(
-    arguments: Sequence[str] | None = None,
-    on_rank: Callable[[Rank, Round], Counter[str]] = of_rank,
+    arguments: Sequence[str] | None = None, on_rank: Callable[[Rank, Round], Counter[str]] = of_rank
 ) -> int:
     """Run the soak; return the exit code, 1 after a failure."""
     args = parser().parse_args(arguments)

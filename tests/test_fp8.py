@@ -198,9 +198,6 @@ def test_memory_keeps_to_its_cap(at: Rank) -> None:
             exact(at, case.on(bias=True), iteration)
 
 
-# Equal to PyTorch's product of the gathered operands.
-
-
 @on_ranks(2)
 def test_pieces_are_equal_to_the_whole_product(at: Rank) -> None:
     """Pieces are bitwise equal to the whole product, also for operands whose products round."""
@@ -239,9 +236,6 @@ def test_nan_infinity_and_overflow_are_those_of_pytorch(at: Rank) -> None:
         assert y[0].isinf().all()
 
 
-# Layouts of operands and scales.
-
-
 @on_ranks(2)
 def test_forms_of_operands(at: Rank) -> None:
     case = ScaledCase("all_gather_matmul", (12,) * at.world, 32, 16, "row", "growing:pull")
@@ -272,9 +266,6 @@ def test_forms_of_operands(at: Rank) -> None:
     scale = own.scales["scale_a"]
     own.scales["scale_a"] = torch.complex(scale, -scale).conj().imag
     compare("with a scale that has the negative bit", call(case, own), wanted, "")
-
-
-# Bad input: the same error on every rank, and the group stays usable.
 
 
 @dataclass(frozen=True)
@@ -434,9 +425,6 @@ def test_scales_of_blocks_are_padded_once() -> None:
         assert part.shape[0] % 4 == 0 and torch.equal(part[: len(scales) - 1], scales[1:])
 
 
-# Limits of libraries.
-
-
 def lacks(
     arch: Any, recipe: str, *, rows: int = 8, out: str = "bfloat16", a: str = "e4m3fn", b: str = ""
 ) -> str:
@@ -501,9 +489,6 @@ def test_on_a_double_of_hip() -> None:
     ]
     texts = hip_ranks.run(4, _on_hip, cases, timeout=120)
     assert all("gfx942 multiplies float8_e4m3fnuz" in text for text in texts), texts
-
-
-# Plans.
 
 
 @pytest.mark.parametrize("source", ["", "bfloat16"], ids=["as they are", "cast"])

@@ -45,9 +45,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALINGS = ("tensor", "row", "block")
 
 
-# Casting.
-
-
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.float8_e4m3fnuz])
 @pytest.mark.parametrize("share", [(0, 0), (1, 0), (1, 128), (128, 128)])
 def test_scales_are_the_smallest_powers_of_two(share: tuple[int, int], dtype: torch.dtype) -> None:
@@ -71,9 +68,6 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
     cast, scale = quantized(matrix, (1, 0), E4M3)
     finite = (cast.float() * scale).sum(1).isfinite()
     assert finite.tolist() == [True, False, False, True]
-
-
-# Results without rounding, on all devices.
 
 
 def sparse(*shape: int, seed: int, every: int = 1) -> torch.Tensor:
@@ -110,8 +104,6 @@ def test_gradients_have_a_scaling_of_their_own(at: Rank) -> None:
             y.backward(grad[:1].expand(y.shape))
             same(leaf.grad, torch.full((4, 16), terms * OF_X[gradient]), f"{name} of {recipe}")
 
-
-# Results with rounding.
 
 large = partial(integers, most=40)
 
@@ -269,9 +261,6 @@ def _autocast(at: Rank) -> None:
     assert "recipe=Float8Recipe(forward='row'" in repr(layer) and copy.deepcopy(layer).recipe
 
 
-# Compiled layers.
-
-
 @pytest.mark.parametrize(
     ("inner", "recipes", "count"),
     [
@@ -307,9 +296,6 @@ def test_layers_are_compiled(at: Rank, inner: str, recipes: list[Any], count: in
                 grads = torch.autograd.grad(y, leaves, cosines, materialize_grads=True)
                 results.append([y, *grads])
             assert all(map(torch.equal, *results)), (turn, recipe)
-
-
-# Errors.
 
 
 def _refused(at: Rank) -> None:

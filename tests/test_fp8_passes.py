@@ -32,9 +32,6 @@ AGM, A2AM, MRS, MAR, MA2A = OPERATORS
 RANK = Rank(0, WORLD, torch.device("cpu"))
 
 
-# Traced calls.
-
-
 def _gathered_too(at: Rank) -> None:
     own, want = sample(ScaledCase(AGM, (8,) * at.world, 32, 128, "row"), at, 3)
     call = compiled(partial(ficco.all_gather_matmul, return_gathered=True))
@@ -54,9 +51,6 @@ def _refused(at: Rank) -> None:
             ("[3, 1]", partial(call, **own.scales | wrong_scale)),
             ("out_dtype: required one of bfloat16", other),
         )
-
-
-# The pass.
 
 
 @dataclass(frozen=True)

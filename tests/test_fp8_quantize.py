@@ -172,9 +172,6 @@ def test_casts(check: Callable[[Rank], None]) -> None:
     run(2, check)
 
 
-# Plans.
-
-
 def _is_cast(step: Any) -> bool:
     return isinstance(step.work, Transfer) and step.work.factors is not None
 

@@ -52,8 +52,6 @@ def output(*command: object) -> str:
     return process.stdout + process.stderr
 
 
-# The instructions.
-
 COPIES = ("ficco_copy_aligned", "ficco_copy_shifted")
 EXCHANGES = ("ficco_exchange_aligned", "ficco_exchange_shifted")
 REDUCTIONS = tuple(name for name in launch.NAMES if "reduce" in name)
@@ -284,8 +282,6 @@ def test_older_nvidia_gpus_cast_without_the_instruction(tmp_path: Path) -> None:
     output(build.nvcc_program(), *build.NVCC, "-ptx", "-arch=sm_80", SOURCE, "-o", older)
     assert "e4m3x2" not in older.read_text()
 
-
-# Compilers.
 
 #: An empty kernel, and an invalid text.
 HEADER = (build.HERE / "device.h").read_text().replace("#pragma once\n", "")
@@ -988,10 +984,7 @@ def test_refused_arguments(on_host: Kernels) -> None:
     gated, out, run = torch.zeros(3, 16).bfloat16(), torch.zeros(3, 8).bfloat16(), np.array([32])
     units, at = torch.zeros(2, 12).bfloat16(), Signals(0)
     cases: dict[Callable[..., Any], list[tuple[Any, ...]]] = {
-        on_host.place: [
-            (x.t(), x.t(), "required"),
-            (x, torch.ones(6, 4).t(), "required"),
-        ],
+        on_host.place: [(x.t(), x.t(), "required"), (x, torch.ones(6, 4).t(), "required")],
         on_host.reduce: [
             (x, [], "at least 1"),
             (x, [x[:2]], "shape"),
@@ -1006,7 +999,7 @@ def test_refused_arguments(on_host: Kernels) -> None:
             for wrong in (units[:1], torch.zeros(2, 16).bfloat16()[:, :8])
         ],
         on_host.merge: [
-            (mean[..., 1:], None, [(0, 3, mean[..., 1:], lse)], "multiples of 16 bytes"),
+            (mean[..., 1:], None, [(0, 3, mean[..., 1:], lse)], "multiples of 16 bytes")
         ],
         on_host.copy_runs: [
             (*(run + 8 * (turn == place) for place in range(3)), "multiples of 16 bytes")
@@ -1067,9 +1060,7 @@ class Sum:
         self.binding.in_turn(block, self.threads, self.kernel, self.arguments)
 
 
-def test_posts_after_a_sum_follow_all_of_its_blocks(
-    on_host: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_posts_after_a_sum_follow_all_of_its_blocks(on_host: Kernels, monkeypatch: Any) -> None:
     """The order of the blocks does not matter. One block writes the words before the sum."""
     summing = Sum(on_host, monkeypatch)
     for order in itertools.permutations(range(3)):
@@ -1088,9 +1079,7 @@ def test_posts_after_a_sum_follow_all_of_its_blocks(
 
 
 @pytest.mark.parametrize("block", range(3))
-def test_every_block_waits_for_the_peers(
-    on_host: Kernels, monkeypatch: pytest.MonkeyPatch, block: int
-) -> None:
+def test_every_block_waits_for_the_peers(on_host: Kernels, monkeypatch: Any, block: int) -> None:
     """Block 0 also waits for word 1 before it posts to the peers. No block reads before its waits
     end."""
     summing, first = Sum(on_host, monkeypatch), 5 if block == 0 else None
@@ -1140,9 +1129,7 @@ class TwoShot:
         self.binding.concurrently(block, launch.ONE_SHOT_THREADS, *work)
 
 
-def test_a_two_shot_is_exact_on_all_ranks(
-    on_host: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_two_shot_is_exact_on_all_ranks(on_host: Kernels, monkeypatch: Any) -> None:
     """The blocks run in any order, in successive calls. The words have their first values again."""
     torch.manual_seed(1)
     ranks = TwoShot(on_host, monkeypatch, 9, 7, 2, n=1032)
@@ -1243,8 +1230,6 @@ def test_wait_has_a_deadline(on_host: Kernels) -> None:
     assert 0.25 < time.monotonic() - begin < 5.0
     assert late.item() == 68
 
-
-# The cache.
 
 TARGET = Target("cuda", "sm_90")
 

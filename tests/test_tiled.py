@@ -124,9 +124,6 @@ def test_own_rows_have_words_where_they_are_cut_more_than_those_of_peers(operato
     check(plans(Problem(operator, (0, 100), 16, 16, "bfloat16"), Schedule.parse("tiled:tail=3")))
 
 
-# Decisions.
-
-
 def of(name: str, seconds: float) -> Prediction:
     return Prediction(Schedule.parse(name), {"queued": seconds})
 

@@ -55,9 +55,6 @@ def turns() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-# In the interpreter.
-
-
 #: Seconds after which a kernel no longer waits.
 LIMIT_S = 4.0
 
@@ -307,9 +304,6 @@ def test_missing_requirements_are_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr("ficco.compute.tiled.portable.find_spec", lambda name: None)
     assert "needs Triton, which is not installed" in lacking(Target("hip", "gfx942"))
-
-
-# The compiled kernel.
 
 
 class Code:

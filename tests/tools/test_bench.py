@@ -44,8 +44,6 @@ from ficco.tools.bench.measure import Barrier, Item, Runner, Stopwatch, rounds, 
 from ficco.tools.bench.products import SUBJECT, ProductWork, accuracy
 from ficco.tools.cli import measure as command
 
-# Figures.
-
 
 def test_ratios_are_taken_round_by_round() -> None:
     # The device is three times slower in the second round; the ratio is 2 in two of three rounds.
@@ -57,8 +55,7 @@ def test_ratios_are_taken_round_by_round() -> None:
         "growing": 1.25, "pytorch-fused": 1.3, "pytorch-native": 1.5,
     }  # fmt: skip
     summary = report.summarise(
-        {name: [t, 2 * t, t] for name, t in seconds.items()},
-        queued={"growing": [1.0, 2.0, 1.0]},
+        {name: [t, 2 * t, t] for name, t in seconds.items()}, queued={"growing": [1.0, 2.0, 1.0]}
     )
     growing, bound = summary.loc["growing"], summary.loc["ideal"]
     assert (growing.ms, growing.ms_low, growing.ms_high) == (1250.0, 1250.0, 1875.0)
@@ -87,9 +84,6 @@ def test_figures_with_missing_times_and_of_the_slowest_rank() -> None:
     assert report.overlap_efficiency(pd.DataFrame(times)).isna().all()
     del times["gemm"]
     assert report.overlap_efficiency(pd.DataFrame(times)).isna().all()
-
-
-# Shapes and candidates.
 
 
 def test_sets_have_the_published_shapes() -> None:
@@ -218,9 +212,6 @@ def test_marks_of_schedules_and_names_of_one_plan() -> None:
     for world, aliases in ((2, {parse("shard-overlap"): parse("growing")}), (4, {})):
         problem = _problem(OPERATOR, world=world)
         assert table.named_again(of_problem(choose(names), problem), problem) == aliases
-
-
-# Operands.
 
 
 def _exact_problem(operator: str, kind: str) -> Problem:
@@ -437,9 +428,6 @@ def test_ranks_meet_between_hosts_during_collectives_of_their_group() -> None:
     assert "a rank of another host did not come" in first[2].text
 
 
-# Exact calls.
-
-
 #: Double of the stopwatch, for a group of one rank.
 ONE_RANK: Any = SimpleNamespace(
     group=None,
@@ -518,9 +506,6 @@ def test_calls_are_warmed_up_and_sleep_equally_long() -> None:
     assert quick.sleep_s == slow.sleep_s == pytest.approx(measure.SLEEP_LEAST_S + 2 * 7e-4)
     assert clock.sleeps[-8:] == [quick.sleep_s] * 8
     assert _timed(_Clock(quick=[(0.01, 0.5)]))[0].sleep_s == measure.SLEEP_MOST_S
-
-
-# Complete benches, on the CPU engine.
 
 
 @contextmanager

@@ -93,9 +93,6 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
             assert message in ran(f"{command} --device cpu --out", out, code=2).err
 
 
-# plan
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -365,8 +362,6 @@ def test_plot_draws_every_kind_of_csv(tmp_path: Path, ran: Any) -> None:
     assert message in ran("plot", failed, code=2).err
 
 
-# Operators other than products.
-
 RECORDS = {
     "all_gather_attention": (*ATTENTION, "--placement", "head-tail"),
     "ulysses_attention": (*ATTENTION,),
@@ -452,9 +447,6 @@ def test_cases_of_a_bench_of_attention_and_experts() -> None:
     assert (replayed.world, replayed.rank, replayed.machine) == (8, 3, "h200-4")
 
 
-# doctor
-
-
 def test_doctor_describes_this_machine_and_its_choices_for_a_number_of_ranks(
     capsys: Any, monkeypatch: Any, ran: Any
 ) -> None:
@@ -503,9 +495,6 @@ def test_doctor_survives_errors(monkeypatch: Any) -> None:
     for version, message in ((None, "this torch is built without ROCm"), ("7.2", "hip_api")):
         monkeypatch.setattr(torch.version, "hip", version)
         assert message in doctor._why_no_hip()
-
-
-# demo
 
 
 def test_demo_proves_every_schedule(tmp_path: Path) -> None:

@@ -28,9 +28,6 @@ RESULTS = ROOT / "docs" / "results"
 Line = dict[str, Any]
 
 
-# Files.
-
-
 def _rows() -> pd.DataFrame:
     """Two shapes in two modes, of a committed bench."""
     rows = BENCH.read(RESULTS / "measured-h200-4.csv")
@@ -79,9 +76,6 @@ def test_a_row_that_is_damaged_is_named(tmp_path: Path) -> None:
             BENCH.read(path)
     with pytest.raises(KeyError, match="tokens"):
         BENCH.frame([{"tokens": 3}])
-
-
-# Reports, tables and pictures.
 
 
 def test_an_operator_without_measured_shapes_is_named() -> None:
@@ -142,9 +136,6 @@ def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
     path.write_text("no markers")
     with pytest.raises(ConfigError, match="markers"):
         readme.put_between(path, "results", table)
-
-
-# Regret of auto.
 
 
 def test_regret_of_a_file_without_kernel_schedules() -> None:

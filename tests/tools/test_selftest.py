@@ -100,9 +100,6 @@ def failed(by_check: dict[str, CheckResult], verdict: str = "failed") -> set[str
     return {name for name, result in by_check.items() if result.verdict == verdict}
 
 
-# Without faults.
-
-
 def halved(half: int) -> tuple[Any, ...]:
     """All checks except half of the schedules' and operators' checks."""
     checks = selftest.run.CHECKS
@@ -143,9 +140,6 @@ def test_one_rank(monkeypatch: Any) -> None:
     assert run.failed == 0, run.results
     verdicts = {result.check: result.verdict for result in run.results}
     assert verdicts["timeouts"] == verdicts["bandwidth of pairs"] == "not offered"
-
-
-# Ranks with a fault.
 
 
 def _wrong_columns_and_posts() -> None:
@@ -650,10 +644,7 @@ def _breaks_copies(fault: str, machine: str = "") -> None:
 
 
 def reported(
-    monkeypatch: Any,
-    only: Sequence[str],
-    breaks: Callable[[], None],
-    **settings: Any,
+    monkeypatch: Any, only: Sequence[str], breaks: Callable[[], None], **settings: Any
 ) -> tuple[dict[str, CheckResult], dict[str, Any]]:
     """Results of the self-test on the double, and its report after a round trip through JSON."""
     runs, right = [], selftest.run.selftest
@@ -871,9 +862,6 @@ def test_times_of_shapes_if_one_hangs(monkeypatch: Any) -> None:
     assert "refuted" in line
 
 
-# Claims of the page, and hosts that cannot run the self-test.
-
-
 def known_rows() -> list[str]:
     """Names of all checks on AMD GPUs."""
     checks = (*selftest.run.CHECKS, *selftest.run.timed(SelftestSettings.of("cuda")))
@@ -959,9 +947,6 @@ def _unreachable(at: ranks.Rank, kfd: str) -> str:
 def _without_library(at: ranks.Rank, kfd: str, wheel: str) -> str:
     hip_ranks.bind(wheel)
     return _unreachable(at, kfd)
-
-
-# Calls, and rates of links.
 
 
 def test_calls_are_shuffled_and_stale_data_shows() -> None:

@@ -41,8 +41,6 @@ from ficco.tools.tune.site import Site
 
 US = 1e-6
 
-# Fits.
-
 
 def test_copies_are_fitted_exactly() -> None:
     rates = {2.0**16: 60e9, 2.0**18: 60e9, 2.0**24: 350e9, 2.0**27: 380e9}
@@ -151,9 +149,6 @@ def test_rows_of_messages_give_latency_and_rate() -> None:
     shrinking = [fits.CopyTime(size, n, n * 1e-3 / size) for size in (1, 4) for n in (1, 4)]
     with pytest.raises(ValueError, match="grow with their bytes"):
         fits.messages(shrinking)
-
-
-# Measurements.
 
 
 def site_of(watch: Any, settings: effort.Effort = effort.CPU, kind: Any = Site) -> Site:
@@ -276,8 +271,6 @@ def test_a_plan_is_counted_as_the_host_enqueues_it() -> None:
     assert calls.counts(plan(sums, Schedule.parse("shard-overlap"), 0))[:2] == (3, 1)
 
 
-# Files.
-
 HERE = files.Fingerprint("cpu", 2)
 SOURCE = Provenance("measured")
 STEPS = "gemm copies kernel_copies topology all_gather reduce_scatter memory contention host"
@@ -355,9 +348,6 @@ def test_figures_are_rounded_and_shown_old_against_new() -> None:
     curve = ((262144.0, 1.23456789), (1048576.0, 2.0))
     assert rounded(curve) == ((262144.0, 1.2346), (1048576.0, 2.0)), "sizes were rounded"
     assert rounded(model.Memory(1.23456789e10, 1e10, SOURCE)).capacity == 12346000000.0
-
-
-# Runs with fake steps.
 
 
 def fake_measure(name: str, calls: Path, fault: str = "") -> Callable[[Site], Any]:
@@ -493,9 +483,6 @@ def test_a_file_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     assert load(path).gemm == BLOCKS["gemm"] and load(path).copies is None
 
 
-# Runs that measure.
-
-
 QUICK = effort.EFFORTS["cpu", True]
 
 
@@ -591,9 +578,6 @@ def test_copies_are_checked_against_their_block(crowded: bool, monkeypatch: Any)
     # A point holds within the tolerance on either side.
     for seconds, holds in (((1.25, 1.0), True), ((1.0, 1.26), False), ((1.26, 1.0), False)):
         assert tuning.Point("b", "x", *seconds).holds(0.25) == holds
-
-
-# Shapes.
 
 
 TABLE = ((5, 1), (2, 4))
@@ -768,9 +752,6 @@ def test_a_log_that_cannot_be_written_does_no_harm(tmp_path: Path, name: str) ->
     with pytest.warns(UserWarning, match="problems are not logged"):
         problem_log.note(f"{tmp_path}/{name}", problem, 0)
     problem_log.note(f"{tmp_path}/{name}", problem, 0)  # the warning is not repeated
-
-
-# Groups on several hosts.
 
 
 def _tuned(at: ranks.Rank, path: Path, only: tuple[str, ...], hosts: int) -> Any:

@@ -162,9 +162,6 @@ def test_shipped_files(name: str) -> None:
             assert by.source not in ("measured", "fitted") or by.torch or name == "mi300x-8"
 
 
-# Damaged files.
-
-
 def without(line: str) -> str:
     """Return the small machine's file without a line, which must be unique."""
     assert sum(text.strip() == line for text in TEXT.splitlines()) == 1, line
@@ -275,9 +272,6 @@ def test_values_that_a_file_may_hold() -> None:
         loads(dumps(tiled).replace("splits: [1, 2]", "splits: []"))
 
 
-# Saving.
-
-
 @pytest.mark.parametrize("moment", ["replace", "fsync"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, None], ids=str)
 def test_a_save_that_fails_or_is_interrupted_changes_nothing(
@@ -321,9 +315,6 @@ def test_an_invalid_machine_is_not_written(tmp_path: Path) -> None:
     assert load(path) == SMALL
     with pytest.raises(ConfigError, match="file: cannot be written: "):
         save(SMALL, path / "small.yaml")
-
-
-# The search for the machine of this host.
 
 
 def test_the_order_in_which_machines_are_found(
@@ -370,9 +361,7 @@ def test_an_unknown_name_lists_the_machines(home: Path, monkeypatch: pytest.Monk
     assert caught.value.source == "FICCO_MACHINE"
 
 
-def test_unreadable_files_of_the_user_are_passed_over(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_of_the_user_are_passed_over(home: Path, monkeypatch: Any) -> None:
     save(SMALL, home / "b.yaml")
     half = TEXT[: len(TEXT) // 2]
     (home / "a.yaml").write_text(half)
@@ -501,9 +490,6 @@ def test_times_are_sane(m: int, n: int, k: int, batch: int, itemsize: int, wide:
     assert 2 * time >= 0.8 * seconds(H200, 2 * m, n, k)
     assert seconds(replace(H200, bandwidth=H200.bandwidth / 2), m, n, k) >= time
     assert math.isfinite(time)
-
-
-# The fit.
 
 
 def sampled(gemm: Gemm, sizes: list[tuple[int, int, int]], **rest: Any) -> list[Sample]:

@@ -80,9 +80,6 @@ def invented(**seconds: tuple[float, ...]) -> list[Prediction]:
     ]
 
 
-# Choosing.
-
-
 def test_the_fastest_schedule_or_the_smallest_worst_loss_is_taken() -> None:
     one_mode = invented(collective=(4e-3,), serial=(5e-3,), overlap=(3e-3,), growing=(2e-3,))
     # Each of the two serial schedules is fastest in one mode only.
@@ -141,9 +138,6 @@ def test_an_eager_call_takes_nothing_that_loses_to_serial_in_a_mode() -> None:
     assert "shard-overlap is predicted to take 2 ms queued and 4.4 ms idle" in choice.reason
 
 
-# Candidates.
-
-
 def test_candidates_are_served_by_the_device_and_measured() -> None:
     for name, serial in (("serial:pull,copy=7", True), ("serial:tail=4", False)):
         assert is_serial(Schedule.parse(name)) == serial
@@ -186,8 +180,6 @@ def test_the_first_candidate_on_a_switch_and_the_copy_lanes_on_a_mesh() -> None:
     assert lanes.pop("shard-overlap").copy == 1  # the schedule of Async TP
     assert {(schedule.copy, schedule.order) for schedule in lanes.values()} == {(7, "piece")}
 
-
-# The rule.
 
 MARKS = Thresholds(1e12, 5e12, ASSUMED)
 
@@ -259,9 +251,6 @@ def test_thresholds_are_fitted_to_the_fastest_schedules_and_weigh_losses() -> No
         [Observation(sized, dict(zip(names, seconds, strict=True))) for sized, seconds in times]
     )
     assert [rule(sized, marks)[0] for sized in (small, large)] == [*names[1:]]
-
-
-# Losses.
 
 
 def test_contention_by_hand() -> None:

@@ -313,9 +313,6 @@ def test_a_missing_block_of_a_machine_is_named() -> None:
         predict(problem, NAMED["serial"], TOY, "graph")
 
 
-# Invariants.
-
-
 @pytest.mark.parametrize("machine", [TOY, MESH], ids=["switch", "mesh"])
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_times_are_never_below_those_of_the_work(operator: str, machine: Machine) -> None:
@@ -427,9 +424,6 @@ def test_every_step_is_in_the_timeline() -> None:
             assert starts == sorted(starts)
 
 
-# Files and commands.
-
-
 def test_timelines_survive_a_file_and_damaged_files_raise() -> None:
     saved = [simulate([plan(problem_of(4, n=2, k=2), NAMED["serial"], 0)], TOY), Timeline("", ())]
     assert loads(dumps(saved), "x") == saved
@@ -471,9 +465,7 @@ def test_bad_input_of_simulate_and_plot(
     assert message in capsys.readouterr().err
 
 
-def test_a_picture_has_titles_and_one_scale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_picture_has_titles_and_one_scale(tmp_path: Path, monkeypatch: Any) -> None:
     scales: list[float] = []
     real = drawing._draw_one
     monkeypatch.setattr(
