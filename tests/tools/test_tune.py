@@ -10,6 +10,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,10 +50,8 @@ def test_copies_are_fitted_exactly() -> None:
         for size, rate in rates.items()
         for count in (3, 12)
     ])  # fmt: skip
-    assert fit.latency == pytest.approx(15 * US, rel=1e-6)
-    assert fit.gap == pytest.approx(3 * US, rel=1e-6)
-    assert dict(fit.curve) == pytest.approx(rates, rel=1e-6)
-    assert fit.error < 1e-6
+    assert (fit.latency, fit.gap) == pytest.approx((15 * US, 3 * US), rel=1e-6)
+    assert dict(fit.curve) == pytest.approx(rates, rel=1e-6) and fit.error < 1e-6
 
 
 def test_insufficient_times_are_refused() -> None:
@@ -124,14 +123,11 @@ def rows_of_products(truth: model.Gemm, counts: tuple[int, ...], noise: float = 
 @pytest.mark.parametrize(("burst", "sustained"), [(2e-3, 0.81), (5e-3, 0.9), (1e-3, 0.6)])
 def test_a_power_limit_is_recovered(burst: float, sustained: float) -> None:
     truth = replace(BLOCKS["gemm"], burst=burst, sustained=sustained)
-    rows = rows_of_products(truth, effort.GPU.rows)
-    fit = fits.heat(rows)
-    assert fit.limited and fit.error < 1e-3
-    assert fit.burst == pytest.approx(burst, rel=0.02)
-    assert fit.sustained == pytest.approx(sustained, rel=0.005)
-    noisy = fits.heat(rows_of_products(truth, effort.GPU.rows, noise=0.02))
-    assert noisy.burst == pytest.approx(burst, rel=0.3)
-    assert noisy.sustained == pytest.approx(sustained, rel=0.03)
+    for noise, of_burst, of_sustained in ((0.0, 0.02, 0.005), (0.02, 0.3, 0.03)):
+        fit = fits.heat(rows_of_products(truth, effort.GPU.rows, noise))
+        assert fit.limited and (noise or fit.error < 1e-3)
+        assert fit.burst == pytest.approx(burst, rel=of_burst)
+        assert fit.sustained == pytest.approx(sustained, rel=of_sustained)
     for sustained, noise in ((1.0, 0.1), (0.98, 0.0)):
         free = replace(BLOCKS["gemm"], burst=2e-3, sustained=sustained)
         fit = fits.heat(rows_of_products(free, effort.GPU.rows, noise))
@@ -339,9 +335,8 @@ def test_tune_lists_shapes_whose_schedule_changes(tmp_path: Path) -> None:
 
 def test_figures_are_rounded_and_shown_old_against_new() -> None:
     old = Machine("m", "cpu", 2, memory=model.Memory(1e10, 1e10, SOURCE))
-    new = replace(
-        old, memory=model.Memory(1e10, 1.23456789e10, SOURCE), topology=BLOCKS["topology"]
-    )
+    memory = model.Memory(1e10, 1.23456789e10, SOURCE)
+    new = replace(old, memory=memory, topology=BLOCKS["topology"])
     assert ("bandwidth", "10 GB/s", "12.35 GB/s") in changes(old, new, "memory")
     assert ("kind", "-", "switch") in changes(old, new, "topology")
     assert rounded((1.23456789, 3, "x", True)) == (1.2346, 3, "x", True)
@@ -350,26 +345,20 @@ def test_figures_are_rounded_and_shown_old_against_new() -> None:
     assert rounded(model.Memory(1.23456789e10, 1e10, SOURCE)).capacity == 12346000000.0
 
 
-def fake_measure(name: str, calls: Path, fault: str = "") -> Callable[[Site], Any]:
-    def measure(site: Site) -> Any:
-        with (calls / f"{site.watch.rank}").open("a") as file:
-            file.write(f"{name}\n")
-
-        def fail_on_one() -> None:
-            if site.watch.rank == 1:
-                raise MemoryError("no room")
-
-        if fault == "interrupt":
-            raise KeyboardInterrupt
-        if fault == "error" or (fault == "one rank" and site.watch.rank == 1):
-            raise RuntimeError("the device is gone")
-        if fault == "amid a round":
-            site.watch.time({"call": fail_on_one}, seconds=0.1)
-        if fault == "impossible":
-            return replace(BLOCKS[name], bandwidth=float("nan"))
-        return BLOCKS[name]
-
-    return measure
+def fake_measure(name: str, calls: Path, fault: str, site: Site) -> Any:
+    rank = site.watch.rank
+    with (calls / f"{rank}").open("a") as file:
+        file.write(f"{name}\n")
+    if fault == "interrupt":
+        raise KeyboardInterrupt
+    if fault == "error" or (fault == "one rank" and rank == 1):
+        raise RuntimeError("the device is gone")
+    if fault == "amid a round":
+        fails = mock.Mock(side_effect=MemoryError("no room") if rank == 1 else None)
+        site.watch.time({"call": fails}, seconds=0.1)
+    if fault == "impossible":
+        return replace(BLOCKS[name], bandwidth=float("nan"))
+    return BLOCKS[name]
 
 
 def tune_with(
@@ -383,7 +372,7 @@ def tune_with(
         save(machine, target)
 
     with pytest.MonkeyPatch.context() as patch:
-        fake = {name: fake_measure(name, Path(calls), faults.get(name, "")) for name in BLOCKS}
+        fake = {n: partial(fake_measure, n, Path(calls), faults.get(n, "")) for n in BLOCKS}
         patch.setattr(tuning, "MEASURES", fake)
         patch.setattr(effort, "STEPS", tuple(fake))
         patch.setattr(tuning, "save", save_if_room)
@@ -459,9 +448,8 @@ def tune_and_die(at: ranks.Rank, path: str, calls: str, moment: str) -> None:
 @pytest.mark.parametrize(("step", "blocks"), [("file", ["gemm"]), ("journal", ["gemm", "copies"])])
 def test_killed_while_saving_nothing_is_lost(tmp_path: Path, step: str, blocks: list[str]) -> None:
     path = tmp_path / "m.yaml"
-    ended = ranks.run(
-        2, tune_and_die, str(path), str(tmp_path), step, fresh=True, catch=True, lost=(1,)
-    )
+    how: Any = {"fresh": True, "catch": True, "lost": (1,)}
+    ended = ranks.run(2, tune_and_die, str(path), str(tmp_path), step, **how)
     assert isinstance(ended[0], ranks.Died) and ended[0].exitcode == -signal.SIGKILL, ended
     machine = load(path)
     assert [block for block in BLOCKS if getattr(machine, block)] == blocks
@@ -520,10 +508,9 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     for recipe, block in SCALED_PRODUCTS.items():
         assert f" products of fp8-{recipe}, errors" in getattr(machine, block).provenance.note
     points = ranks.run(2, with_little, tuning.check, machine, "cpu")[0]
-    assert {p.block for p in points} == {
-        "gemm", "experts", "attention", "copies", "all_gather", "reduce_scatter", "all_to_all",
-        "all_reduce", "memory", "call", *SCALED_PRODUCTS.values(),
-    }  # fmt: skip
+    checked = "gemm experts attention copies all_gather reduce_scatter all_to_all all_reduce"
+    named = {*checked.split(), "memory", "call", *SCALED_PRODUCTS.values()}
+    assert {point.block for point in points} == named
     assert sum(p.subject.endswith(" in a row") for p in points) == 1
     # The ratio depends on the load of the machine, so only the signs are compared.
     assert all(p.stored > 0 and p.measured > 0 for p in points)
@@ -657,8 +644,7 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, ran
     assert noted == [8, 16, 0, 4, 4, 4, 4, 4, 32]
     *problems, read = problem_log.read(log, 2)
     assert [(p.operator, p.rows, p.blocks, p.n) for p in problems] == [
-        ("all_gather_matmul", (4, 4), (), 8),
-        ("all_gather_matmul", (4, 4), (), 16),
+        *(("all_gather_matmul", (4, 4), (), n) for n in (8, 16)),
         ("matmul_reduce_scatter", (1, 5), (), 4),
         ("matmul_all_reduce", (3, 3), (), 4),
         ("all_to_all_matmul", (7, 5), TABLE, 4),
