@@ -1193,33 +1193,6 @@ def test_steps_aside_of_a_script_run_once(on_host: Kernels) -> None:
     assert threads == [(0, [0, 9, 7, 0]), (32, [8, 0, 0, 0])]
 
 
-def test_signals_between_threads(on_host: Kernels) -> None:
-    """A wait ends after its post, and data written before the post is visible then."""
-    words, late = (torch.zeros(count, dtype=torch.int32) for count in (100, 1))
-    data, signals = torch.zeros(1), [(words.data_ptr() + 4 * i, 1 + i) for i in range(100)]
-
-    def post() -> None:
-        data.fill_(5.0)
-        on_host.post(signals, None)
-
-    thread = threading.Timer(0.1, post)
-    thread.start()
-    on_host.wait(signals, 30.0, late.data_ptr(), None)
-    assert data.item() == 5.0 and late.item() == 0
-    thread.join()
-    assert words.tolist() == list(range(1, 101))
-
-
-def test_wait_has_a_deadline(on_host: Kernels) -> None:
-    words = torch.ones(70, dtype=torch.int32)
-    words[67] = 0
-    late = torch.zeros(1, dtype=torch.int32)
-    begin = time.monotonic()
-    on_host.wait([(words.data_ptr() + 4 * i, 1) for i in range(70)], 0.3, late.data_ptr(), None)
-    assert 0.25 < time.monotonic() - begin < 5.0
-    assert late.item() == 68
-
-
 TARGET = Target("cuda", "sm_90")
 
 
