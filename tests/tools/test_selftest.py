@@ -819,35 +819,12 @@ def test_figures_of_steps_before_a_crash_and_times_of_shapes(monkeypatch: Any) -
     assert failed(checks) == {"figures of the machine"} and checks["timeouts"].verdict == "ok"
     machine = selftest.run.machine(report)
     assert machine is not None and machine.copies is not None and machine.memory is None
-    assert timed_shapes(checks, report) == 3
-
-
-def timed_shapes(by_check: dict[str, CheckResult], report: dict[str, Any]) -> int:
-    """Number of shapes with times, in a report in which another check failed."""
+    shapes = [result.facts["ms"] for name, result in checks.items() if name.startswith("time of")]
+    assert len(shapes) == 3
+    for ms in shapes:
+        assert min(ms.values()) > 0 and "serial:collective" in ms
     line = next(row for row in selftest.run.claims(report) if row.startswith("| any speed"))
-    assert "refuted" in line
-    rows = [row for name, row in by_check.items() if name.startswith("time of") and not row.instead]
-    for row in rows:
-        assert min(row.facts["ms"].values()) > 0 and "serial:collective" in row.facts["ms"]
-    return len(rows)
-
-
-def _hangs_in_a_shape() -> None:
-    right = selftest.checks.call_times
-
-    def times(at: Any, group: Any, schedules: Any, sizes: Any, *rest: Any, **options: Any) -> Any:
-        if sizes[1] == 128:
-            time.sleep(1000)
-        return right(at, group, schedules, sizes, *rest, **options)
-
-    selftest.checks.call_times = times
-
-
-@pytest.mark.slow
-def test_times_of_shapes_if_one_hangs(monkeypatch: Any) -> None:
-    settings = {"shapes": "cpu", "shape_seconds": 0.0, "limit_s": 8.0}
-    checks, report = reported(monkeypatch, ["time of"], _hangs_in_a_shape, **settings)
-    assert failed(checks) == {"time of 512x128x256"} and timed_shapes(checks, report) == 2
+    assert "refuted" in line  # because the figures failed
 
 
 def known_rows() -> list[str]:
