@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import compare
 from interpreted import HostProducts, parts_first
 from ranks import missing
 from test_kernels import places
@@ -129,15 +130,9 @@ class Call:
         self.settle()
         assert int(self.words[-1]) == late, f"{about}: late is {self.words[-1]}"
         for product, (out, exact) in enumerate(zip(self.out, self.exact, strict=True)):
-            wrong = (out != exact).nonzero()
-            first = wrong[0].tolist() if len(wrong) else []
-            assert not first, (
-                f"{about}: product {product}, {len(wrong)} of {out.numel()} wrong, first {first}: "
-                f"{out[tuple(first)].item()}, right is {exact[tuple(first)].item()}"
-            )
+            compare(f"product {product}", out.contiguous(), exact, str(about))
             if self.padding:
-                buffer = out._base
-                assert buffer is not None
+                buffer: Any = out._base
                 assert int((~buffer.isnan()).sum()) == out.numel(), f"{about}: written around C"
         assert not self.prepared.counters.any(), f"{about}: counters are not at rest"
 
@@ -224,15 +219,13 @@ def test_announced_rows_are_stored(rows: tuple[int, ...], cut: Cut, turns: None)
     early, expected = list[int](), call.exact
 
     def watch() -> None:
-        left = set(range(len(work.announces)))
-        end = time.monotonic() + 30
+        left, end = {*range(len(work.announces))}, time.monotonic() + 30
         while left and time.monotonic() < end:
             for index in [index for index in left if call.words[index]]:
                 left.remove(index)
-                for product, first, last in work.announces[index]:
-                    stored, exact = (out[product][first:last] for out in (call.out, expected))
-                    if not torch.equal(stored, exact):
-                        early.append(index)
+                for product, *rows in work.announces[index]:
+                    stored, exact = (out[product][slice(*rows)] for out in (call.out, expected))
+                    early.extend([index] * (not torch.equal(stored, exact)))
         early.extend(left)
 
     with in_thread(watch):

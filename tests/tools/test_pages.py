@@ -61,16 +61,13 @@ def test_a_row_that_is_damaged_is_named(tmp_path: Path) -> None:
         rows[2][columns.index(column)] = cell
         return "\n".join(map(",".join, rows))
 
-    for damaged, message in (
-        *(
-            (with_cell("m", cell), f"row 2, m: required a whole number, got '{cell}'")
-            for cell in ("-", "", "1.5")
-        ),
-        (with_cell("ms", "fast"), "row 2, ms: required a number, got 'fast'"),
-        (intact[: intact.rindex(",")], f"row 3, {columns[-1]}: the row ends before"),
-        (f"{intact},7", "required a CSV file"),
-        ("case,m\na,1", "columns"),
-    ):
+    messages = {f"{intact},7": "required a CSV file", "case,m\na,1": "columns"}
+    messages[intact[: intact.rindex(",")]] = f"row 3, {columns[-1]}: the row ends before"
+    for column, kind, *cells in (("m", "whole number", "-", "", "1.5"), ("ms", "number", "fast")):
+        for cell in cells:
+            message = f"row 2, {column}: required a {kind}, got '{cell}'"
+            messages[with_cell(column, cell)] = message
+    for damaged, message in messages.items():
         path.write_text(f"{damaged}\n")
         with pytest.raises(ConfigError, match=re.escape(message)):
             BENCH.read(path)
@@ -156,11 +153,8 @@ def test_regret_compares_auto_with_its_candidates(tmp_path: Path) -> None:
     assert machine is not None and pair is not None
     problem = Problem("all_gather_matmul", (8192,) * 4, 2048, 8192, "bfloat16")
     chosen = str(decide(problem, machine=machine).schedule)
-    slower = next(
-        str(candidate)
-        for candidate in candidates(problem, machine)
-        if str(candidate) not in (chosen, "serial", "serial:collective")
-    )
+    names, others = map(str, candidates(problem, machine)), (chosen, "serial", "serial:collective")
+    slower = next(name for name in names if name not in others)
     excluded = "uniform-unfused-2d:pieces=3,pull"  # not a candidate of auto, however fast
     fields: Line = {"operator": OPERATOR, "case": "a", "m": 32768, "n": 2048, "k": 8192, "world": 4}
     fields |= {"dtype": "bfloat16", "mode": "queued", "kind": "ficco", "status": "ok"}
@@ -206,12 +200,11 @@ def test_pictures_have_a_bar_for_auto_and_break_into_rows(tmp_path: Path, monkey
     figures: list[Any] = []
 
     @contextmanager
-    def recorded(*args: Any) -> Iterator[Any]:
+    def recorded(*args: Any, real: Any = report.picture) -> Iterator[Any]:
         with real(*args) as figure:
             figures.append(figure)
             yield figure
 
-    real = report.picture
     monkeypatch.setattr(report, "picture", recorded)
     for name, shapes, rows in (("measured-h200-4", 8, 1), ("unseen-h200-4", 27, 3)):
         table = BENCH.read(RESULTS / f"{name}.csv")
