@@ -1219,9 +1219,7 @@ def finders(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return lambda *cuda: monkeypatch.setitem(build.FINDERS, "cuda", cuda)
 
 
-def test_each_key_is_compiled_once(
-    finders: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_key_is_compiled_once(finders: Any, tmp_path: Path, monkeypatch: Any) -> None:
     first, second = Counted("1"), Counted("2")
     finders(absent, first)
     image = build.compiled(TARGET, tmp_path)
@@ -1250,9 +1248,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_compiled_again(
-    finders: Callable[..., None], tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_file_is_compiled_again(finders: Any, tmp_path: Path, damage: str) -> None:
     first = Counted()
     finders(first)
     image = build.compiled(TARGET, tmp_path)
@@ -1282,9 +1278,7 @@ def test_a_file_that_other_users_may_write_is_compiled_again(
         assert (first.calls, path.stat().st_uid) == (calls, os.geteuid())
 
 
-def test_cache_that_cannot_be_written(
-    finders: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_that_cannot_be_written(finders: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """The compiled image is used without a cache. An interrupted write leaves no file."""
 
     def interrupt(*_: object) -> None:

@@ -8,18 +8,10 @@ from itertools import product
 import pytest
 
 from docs.make import rule_table
-from ficco.heuristics import (
-    Observation,
-    candidates,
-    decide,
-    fit_thresholds,
-    losses,
-    problem_of_sizes,
-    rule,
-)
+from ficco.heuristics import Observation, candidates, decide, fit_thresholds, problem_of_sizes, rule
 from ficco.heuristics.candidates import is_serial, on_mesh
 from ficco.heuristics.decide import held_bytes
-from ficco.heuristics.model import Prediction, choose, copy_loss, gemm_loss, lacking
+from ficco.heuristics.model import Prediction, choose, copy_loss, gemm_loss, lacking, losses
 from ficco.machine import Collective, Copies, Machine, Memory, Provenance, Thresholds, Topology
 from ficco.machine.model import flat
 from ficco.problems.products import OPERATORS, Problem

@@ -12,17 +12,7 @@ import pytest
 from ranks import SLOW
 
 from ficco.errors import ConfigError
-from ficco.machine import (
-    Collective,
-    Contention,
-    Copies,
-    Gemm,
-    Host,
-    Machine,
-    Memory,
-    Provenance,
-    Topology,
-)
+from ficco.machine import Collective, Contention, Copies, Gemm, Host, Machine, Memory, Topology
 from ficco.machine.model import flat
 from ficco.plan import Plan, Product, Products, Reduction, Region, Signal, Step, Transfer, in_parts
 from ficco.problems.products import OPERATORS, Problem
@@ -32,11 +22,10 @@ from ficco.simulate.timeline import Bar, Timeline, dumps, loads, work
 from ficco.tools.bench import draw as drawing
 from ficco.tools.bench.draw import draw
 
-GIVEN = Provenance("assumed")
-
 #: All rates are 1, so that seconds can be counted: a copy takes its bytes, a product its
 #: operations, a placement its bytes twice.
 ONE = flat(1.0, 1.0, 1.0)
+GIVEN = ONE.topology.provenance
 
 TOY = Machine(
     name="toy",
