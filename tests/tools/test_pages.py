@@ -138,7 +138,6 @@ def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
 def test_regret_of_a_file_without_kernel_schedules() -> None:
     """The regret is that of ``auto``'s choice without kernels, for all shapes of the file."""
     machine = find("h200-2", None)
-    assert machine is not None
     rows = BENCH.read(RESULTS / "unseen-h200-2.csv").query("case == '512x3584x2048'")
     problem = Case("", 512, 3584, 2048).problem(2)
     assert decide(problem, machine=machine).schedule.mover == "kernel"
@@ -150,7 +149,6 @@ def test_regret_of_a_file_without_kernel_schedules() -> None:
 
 def test_regret_compares_auto_with_its_candidates(tmp_path: Path) -> None:
     machine, pair = find("h200-4", None), find("h200-2", None)
-    assert machine is not None and pair is not None
     problem = Problem("all_gather_matmul", (8192,) * 4, 2048, 8192, "bfloat16")
     chosen = str(decide(problem, machine=machine).schedule)
     names, others = map(str, candidates(problem, machine)), (chosen, "serial", "serial:collective")
@@ -164,19 +162,19 @@ def test_regret_compares_auto_with_its_candidates(tmp_path: Path) -> None:
 
     rows = rows_of({chosen: 2.0, slower: 1.6, "serial": 3.0, excluded: 1.0})
     ((mode, shape),) = regret.regrets(rows, machine)
-    assert mode == "queued" and shape is not None
+    assert mode == "queued"
     assert (shape.best, shape.auto) == ((slower, 1.6), (chosen, 2.0))
     assert shape.loss == pytest.approx(0.25) and excluded not in shape.errors
     # The even rounds choose the best schedule, and the odd ones time it.
     halves = rows.assign(mode="graph", ms_even=rows["ms"], ms_odd=rows["ms"][::-1].to_numpy())
     ((mode, shape),) = regret.regrets(halves.iloc[:2], machine)
-    assert mode == "graph" and shape is not None
+    assert mode == "graph"
     assert (shape.best, shape.auto) == ((slower, 3.0), (chosen, 1.0))
     # Several names of one plan have one time, the median of their times.
     times = {"growing": 2.0, "shrinking": 1.0, "shard-overlap": 3.0, "serial": 1.5}
     both_rows = rows_of(times, m=1536, n=5504, k=4096, world=2)
     ((_, shape),) = regret.regrets(both_rows, pair)
-    assert shape is not None and shape.others == 1.5
+    assert shape.others == 1.5
     # The first candidate's name stands for the plan, with the median time.
     assert (shape.auto, shape.best) == (("growing:compute=2", 2.0), ("serial", 1.5))
     # Another operator has separate decisions and pages.
