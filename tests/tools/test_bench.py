@@ -695,8 +695,7 @@ def test_shapes_of_the_command_line() -> None:
     parser = cli._parser()
 
     def shapes(words: str = "", device: str = "cuda") -> tuple[list[tuple[str, str]], str]:
-        arguments = parser.parse_args(["bench", *words.split()])
-        chosen, name = command.chosen(arguments, device)
+        chosen, name = command.chosen(parser.parse_args(["bench", *words.split()]), device)
         return [(case.operator, case.name) for case in chosen], name
 
     assert shapes() == ([(OPERATOR, case.name) for case in cases.SETS["measured"]()], "measured")
@@ -812,10 +811,8 @@ def rocm(monkeypatch: Any) -> pytest.MonkeyPatch:
 def test_operators_have_the_collectives_of_their_exchange() -> None:
     served = {reference.name: reference.operators for reference in table.REFERENCES}
     kinds = {name: {OPERATORS[key].collective for key in served[name]} for name in COPY_ENGINES}
-    assert kinds == {
-        "rccl-sdma": {"all-gather", "all-to-all"},
-        "rccl-ce-all-reduce": {"all-reduce"},
-    }
+    sdma = {"all-gather", "all-to-all"}
+    assert kinds == {"rccl-sdma": sdma, "rccl-ce-all-reduce": {"all-reduce"}}
     assert served[PRODUCT] == () and set(COPY_ENGINES) < set(report.SERIALS)
     for name, device in product((*COPY_ENGINES, PRODUCT), (CPU, CARD)):
         assert lacking(name, device, True) == "it needs GPUs and PyTorch for ROCm"
@@ -834,16 +831,17 @@ def test_a_collective_names_its_missing_requirement(name: str, rocm: pytest.Monk
     rocm.setenv(first, value)
     assert "one size on all ranks" in lacking(name, CARD, False)
     assert "has not loaded RCCL" in lacking(name, CARD, True)
-    rocm.setattr(baselines, "_rccl", lambda: SimpleNamespace(ncclAllGather=None))
-    assert "registers no symmetric memory" in lacking(name, CARD, True)
-    rocm.setattr(baselines, "_rccl", lambda: SimpleNamespace(ncclCommWindowRegister=None))
-    assert lacking(name, CARD, True) == ""
+    loaded = {"ncclAllGather": "registers no symmetric memory", "ncclCommWindowRegister": ""}
+    for function, message in loaded.items():
+        rocm.setattr(baselines, "_rccl", lambda name=function: SimpleNamespace(**{name: None}))
+        lacks = lacking(name, CARD, True)
+        assert message in lacks and bool(message) == bool(lacks)
 
 
 def test_hipblaslt_is_preferred_only_in_the_context(rocm: pytest.MonkeyPatch) -> None:
     """PyTorch returns the library in use, which differs from the requested one on some GPUs."""
     backends = torch._C._BlasBackend
-    chosen, offered = [backends.Default], {"hipblaslt": backends.Cublaslt}
+    chosen, offered = [backends.Default], {"hipblaslt": backends.Cublas}
 
     def choose(library: Any = None) -> Any:
         if library is not None:
@@ -851,10 +849,9 @@ def test_hipblaslt_is_preferred_only_in_the_context(rocm: pytest.MonkeyPatch) ->
         return chosen[-1]
 
     rocm.setattr(torch.backends.cuda, "preferred_blas_library", choose)
-    assert lacking(PRODUCT, CARD, True) == ""
-    offered["hipblaslt"] = backends.Cublas
     assert "PyTorch takes" in lacking(PRODUCT, CARD, True)
     offered["hipblaslt"] = backends.Cublaslt
+    assert lacking(PRODUCT, CARD, True) == ""
     with pytest.raises(ZeroDivisionError), preferred():
         assert choose() == backends.Cublaslt
         raise ZeroDivisionError
@@ -863,6 +860,7 @@ def test_hipblaslt_is_preferred_only_in_the_context(rocm: pytest.MonkeyPatch) ->
 
 def test_memory_is_registered_before_it_is_timed(monkeypatch: Any) -> None:
     pools: list[Any] = []
+    registered_pools: list[list[str]] = []
 
     @contextmanager
     def use(pool: list[str]) -> Iterator[None]:
@@ -870,14 +868,12 @@ def test_memory_is_registered_before_it_is_timed(monkeypatch: Any) -> None:
         yield
         pools.pop()
 
-    monkeypatch.setattr(gpu, "MemPool", lambda allocator: [allocator])
-    monkeypatch.setattr(gpu, "use_mem_pool", use)
-    monkeypatch.setattr(gpu, "synchronize", lambda: None)
-    registered_pools: list[list[str]] = []
-
     def register(pool: list[str], symm: bool) -> None:
         registered_pools.append(list(pool))
 
+    monkeypatch.setattr(gpu, "MemPool", lambda allocator: [allocator])
+    monkeypatch.setattr(gpu, "use_mem_pool", use)
+    monkeypatch.setattr(gpu, "synchronize", lambda: None)
     backend = SimpleNamespace(mem_allocator="RCCL's", register_mem_pool=register)
     group: Any = SimpleNamespace(_get_backend=lambda device: backend)
     context = registered(group, CARD, lambda: pools[-1].append("a call"))

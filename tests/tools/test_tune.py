@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -79,14 +80,11 @@ def test_medians_and_straight_lines() -> None:
 
 
 def test_host_costs_are_fitted_exactly_and_never_negative() -> None:
-    numbers = [(1, 1, 3, 2), (1, 5, 3, 9), (1, 4, 12, 3), (1, 9, 24, 20), (0, 8, 0, 0)]
+    rows = np.array([(1, 1, 3, 2), (1, 5, 3, 9), (1, 4, 12, 3), (1, 9, 24, 20), (0, 8, 0, 0)])
     exact, bounded = (
-        fits.host([
-            fits.Enqueued((20 * c + 9 * m + 2 * t + signal * s) * US, c, m, t, s)
-            for c, m, t, s in numbers
-        ])
+        fits.host([fits.Enqueued(row @ (20, 9, 2, signal) * US, *row) for row in rows])
         for signal in (1.5, -0.2)
-    )  # fmt: skip
+    )
     costs = {"call": 20 * US, "matmul": 9 * US, "copy": 2 * US, "signal": 1.5 * US}
     assert exact == pytest.approx(costs, rel=1e-6)
     assert bounded["signal"] == 0.0 and min(bounded.values()) >= 0
@@ -136,11 +134,8 @@ def test_a_power_limit_is_recovered(burst: float, sustained: float) -> None:
 
 
 def test_rows_of_messages_give_latency_and_rate() -> None:
-    times = [
-        fits.CopyTime(size, count, 3e-4 + count * (5e-5 + size / 2e9))
-        for size in (1 << 14, 1 << 18, 1 << 22)
-        for count in (1, 4)
-    ]
+    sizes = itertools.product((1 << 14, 1 << 18, 1 << 22), (1, 4))
+    times = [fits.CopyTime(size, n, 3e-4 + n * (5e-5 + size / 2e9)) for size, n in sizes]
     assert fits.messages(times) == pytest.approx((5e-5, 2e9))
     shrinking = [fits.CopyTime(size, n, n * 1e-3 / size) for size in (1, 4) for n in (1, 4)]
     with pytest.raises(ValueError, match="grow with their bytes"):
@@ -308,10 +303,10 @@ def test_a_new_file_starts_from_the_shipped_file_and_keeps_others(
     folder = tmp_path / "mine"
     (folder / "inside").mkdir(parents=True)
     base = "tune --ranks 2 --device cpu --quick --out"
-    for path, kind in ((folder, "a folder"), (Path("/dev/null"), "something else")):
-        for options in ((), ("--fresh",)):
-            error = ran(base, path, *options, code=2).err
-            assert f"{path}: file: required a file, got {kind}" in error
+    kinds = {str(folder): "a folder", "/dev/null": "something else"}
+    for (path, kind), options in itertools.product(kinds.items(), ((), ("--fresh",))):
+        error = ran(base, path, *options, code=2).err
+        assert f"{path}: file: required a file, got {kind}" in error
     assert sorted(tmp_path.rglob("*")) == [folder, folder / "inside"]
 
 
@@ -392,19 +387,17 @@ def test_a_run_goes_on_where_it_was_interrupted_unless_it_is_fresh(tmp_path: Pat
         paths = str(path), str(folder)
         broken = ranks.run(2, tune_with, *paths, {name: "interrupt"})
         assert [error for _, error in broken] == ["KeyboardInterrupt"] * 2
-        noted = Journal.read(path)
-        assert noted is not None and noted.done == tuple(BLOCKS)[:number]
+        done = tuple(BLOCKS)[:number]
+        assert Journal.read(path).done == done
         if number:
-            assert {b for b in BLOCKS if getattr(load(path), b)} == set(tuple(BLOCKS)[:number])
+            assert {b for b in BLOCKS if getattr(load(path), b)} == {*done}
         (outcome, _), _ = ranks.run(2, tune_with, *paths, {})
-        assert outcome.earlier == tuple(BLOCKS)[:number]
-        assert not outcome.failures and not outcome.error
+        assert outcome.earlier == done and not outcome.failures and not outcome.error
         machine = load(path)
         assert {block: getattr(machine, block) for block in BLOCKS} == BLOCKS
         assert Journal.read(path) is None, "the journal is left over"
         for rank in "01":  # only the interrupted step began twice
-            begun = (folder / rank).read_text().split()
-            assert sorted(begun) == sorted([*BLOCKS, name])
+            assert sorted((folder / rank).read_text().split()) == sorted([*BLOCKS, name])
     ranks.run(2, tune_with, *paths, {"memory": "interrupt"})
     (outcome, _), _ = ranks.run(2, tune_with, *paths, {}, True)
     assert outcome.earlier == () and outcome.done == list(BLOCKS)
@@ -660,11 +653,8 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, ran
     decisions = json.loads(ran(f"{explain} --json").out)
     schedules = [decision["schedule"] for decision in decisions]
     assert [line.split(": ")[1].split(" ")[0] for line in lines] == schedules
-    for wrong, message in (
-        ("--m 4", "--from-log: required without --m"),
-        ("--operator experts", "--from-log: required without --operator"),
-        ("--world 5", "none"),
-    ):
+    for wrong in ("--m 4", "--operator experts", "--world 5"):
+        message = "none" if "world" in wrong else f"--from-log: required without {wrong.split()[0]}"
         assert message in ran(f"{explain} {wrong}", code=2).err
     for junk in (b"\xff", b"[" * 100_000, b'{"rows": [1], "n": 1e999}'):
         (tmp_path / "junk").write_bytes(junk)
@@ -696,9 +686,8 @@ def test_operators_choose_their_collectives_and_shapes(tmp_path: Path) -> None:
         (("all_gather_matmul",), set()),
         (("matmul_reduce_scatter", "matmul_all_to_all"), {"reduce_scatter", "all_to_all"}),
     ):
-        settings = tuning.TuneSettings(tmp_path / "m.yaml", "cpu", operators=operators)
-        assert {*settings.steps} & optional == measured
-        assert {"gemm", "all_gather", "thresholds"} <= {*settings.steps}
+        steps = {*tuning.TuneSettings(tmp_path / "m.yaml", "cpu", operators=operators).steps}
+        assert steps & optional == measured and {"gemm", "all_gather", "thresholds"} <= steps
     case = Case("x", 64, 16, 32, "float32")
     problems = calls.from_cases([case], 2, "cpu", ("all_gather_matmul", "matmul_all_reduce"))
     sizes = [(p.operator, p.n, p.k) for p in problems]
@@ -709,10 +698,9 @@ def test_operators_choose_their_collectives_and_shapes(tmp_path: Path) -> None:
 
 def test_the_fastest_of_each_mode_is_entered_and_replaces_the_older_entry() -> None:
     problem = Problem("all_gather_matmul", (4, 4), 8, 8, "float32")
-    times = {
-        "queued": {"serial:collective": 5.0, "serial": 4.0, "growing": 2.0, "shrinking": 3.0},
-        "idle": {"serial:collective": 5.0, "serial": 6.0, "growing": 8.0, "shrinking": 7.0},
-    }
+    names = ("serial:collective", "serial", "growing", "shrinking")
+    by_mode = {"queued": (5.0, 4.0, 2.0, 3.0), "idle": (5.0, 6.0, 8.0, 7.0)}
+    times = {mode: dict(zip(names, s, strict=True)) for mode, s in by_mode.items()}
     entry = calls.entry(problem, times, site_of(None))
     assert (entry.queued, entry.idle) == ("growing", "serial:collective")
     assert (entry.seconds, entry.serial) == ((2.0, 5.0), (4.0, 5.0))
@@ -757,11 +745,9 @@ def test_the_network_of_two_hosts_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     for error, failures, done, rows in ranks.run(4, _tuned, path, ("network",), 2):
         assert not error and not failures and done == ["network"] and rows >= 4
-    machine = load(path)
-    network = machine.network
-    assert machine.ranks == 2 and network is not None
+    network = load(path).network
     assert (network.bandwidth, network.latency, network.sharing) == (2e9, 1e-4, 2)
-    assert network.provenance.source == "fitted"
+    assert load(path).ranks == 2 and network.provenance.source == "fitted"
     assert "2 hosts, gloo" in network.provenance.note
 
 
