@@ -79,16 +79,10 @@ class Listing:
 
 
 class Assembly(NamedTuple):
-    """The kernels in the assembly language of an architecture, by default NVIDIA's PTX.
-
-    Attributes:
-        log: Messages of the assembler.
-        load, store: Patterns of accesses of 16 bytes per lane.
-        meet: Pattern of a barrier of all threads of a block.
-        poll: Pattern of a load that bypasses all caches.
-        back, drop: Patterns of a release to the system and of an acquire from the system.
-        word: Pattern of a store that is visible to the whole system.
-    """
+    """The kernels in the assembly language of an architecture, by default NVIDIA's PTX; messages of
+    the assembler; and patterns: accesses of 16 bytes per lane, a barrier of all threads of a block,
+    a load that bypasses all caches, a release to the system, an acquire from it, and a store that
+    is visible to the whole system."""
 
     arch: str
     text: str
@@ -922,9 +916,7 @@ def check_casts(kernels: Kernels, device: str = "cpu", stream: Any = None) -> No
         check_cast(kernels, to, dtype, device, stream)
 
 
-def check_cast(
-    kernels: Kernels, to: torch.dtype, dtype: torch.dtype, device: str, stream: Any
-) -> None:
+def check_cast(kernels: Kernels, to: Any, dtype: Any, device: str, stream: Any) -> None:
     """Bits are equal to PyTorch's, also of the largest sizes, ties and subnormal numbers. No other
     bytes are written."""
     maximum, random_ = torch.finfo(to).max, torch.Generator().manual_seed(1)

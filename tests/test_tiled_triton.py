@@ -189,9 +189,7 @@ def in_thread(work: Callable[[], None]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("rows", "count", "cut"), [((100,), 4, Cut.NONE), ((65, 33), 12, Cut.END)])
-def test_tiles_wait_for_their_rows(
-    rows: tuple[int, ...], count: int, cut: Cut, turns: None
-) -> None:
+def test_tiles_wait_for_their_rows(rows: Any, count: int, cut: Cut, turns: None) -> None:
     """Rows are NaN until another thread writes them and opens their gate, in random order."""
     rng = random.Random(cut.name)
     work = Work(rows, 40, 1024, spans(rng, rows, count))

@@ -82,7 +82,7 @@ def test_figures_with_missing_times_and_of_the_slowest_rank() -> None:
     times = {"gemm": [10.0], "pytorch-serial": [14.0], "a": [11.0], "b": [18.0]}
     efficiency = report.overlap_efficiency(pd.DataFrame(times))
     assert efficiency.to_dict() == {"pytorch-serial": 0.0, "gemm": 1.0, "a": 0.75, "b": -1.0}
-    for changed in (times | {"pytorch-serial": [10.0]}, {"a": [11.0], "b": [18.0]}):
+    for changed in (times | {"pytorch-serial": [10.0]}, {"pytorch-serial": [14.0]}):
         assert report.overlap_efficiency(pd.DataFrame(changed)).isna().all()
 
 
@@ -763,9 +763,7 @@ def test_bench_writes_rows_report_and_pictures(tmp_path: Path, capfd: Any) -> No
 
 
 @pytest.mark.parametrize(("seconds", "most", "count"), [(11.9, 99, 5), (10.0, 4, 4), (1.0, 99, 3)])
-def test_rounds_end_before_the_seconds_do(
-    seconds: float, most: int, count: int, monkeypatch: Any
-) -> None:
+def test_rounds_end_in_time(seconds: float, most: int, count: int, monkeypatch: Any) -> None:
     """A round of two items takes two seconds; at least three rounds run."""
     clock = _Clock(a=[(1.0, 0.0)], b=[(1.0, 0.0)])
     clock.warm_calls = 1

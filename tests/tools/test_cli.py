@@ -61,9 +61,7 @@ def test_the_version(ran: Any) -> None:
     assert ran("--version").out == f"ficco {ficco.__version__}\n"
 
 
-def test_explain_waits_for_its_measurement_and_lists_failed_candidates(
-    monkeypatch: Any, ran: Any
-) -> None:
+def test_explain_waits_for_its_measurement_and_lists_failures(monkeypatch: Any, ran: Any) -> None:
     rows = [("growing", "wrong", "3 elements"), ("serial", "skipped", "no memory")]
     limits = []
 
@@ -381,9 +379,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("command", ["plan growing", "explain", "simulate"])
-def test_tables_fit_into_a_terminal_and_are_explained(
-    command: str, monkeypatch: Any, ran: Any
-) -> None:
+def test_tables_fit_a_terminal_and_are_explained(command: str, monkeypatch: Any, ran: Any) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     output = ran(f"{command} --m 8192 --n 3584 --k 4096 --machine h200-4").out
     assert max(map(len, output.splitlines())) <= 100

@@ -254,9 +254,7 @@ def test_a_rank_that_fails(fault: Any, settings: Any, message: str, monkeypatch:
     assert failed(checks) == {check} and message in checks[check].seen
 
 
-def test_the_command_reports_ranks_that_do_not_start(
-    monkeypatch: Any, tmp_path: Path, ran: Any
-) -> None:
+def test_ranks_that_do_not_start_are_reported(monkeypatch: Any, tmp_path: Path, ran: Any) -> None:
     checks = selftest_results(monkeypatch, os.abort, ["memory", "timeouts"])
     untried = {name for name, result in checks.items() if result.verdict == "not tried"}
     assert failed(checks) == {"start of ranks"} and untried == {"memory of peers", "timeouts"}
@@ -431,9 +429,7 @@ WRONG_KERNELS: list[tuple[dict[str, Callable[..., Any]], dict[str, int]]] = [
 
 
 @pytest.mark.parametrize("turn", range(len(WRONG_KERNELS)))
-def test_compiled_kernels_that_are_broken(
-    turn: int, host_kernels: Kernels, monkeypatch: Any
-) -> None:
+def test_broken_compiled_kernels(turn: int, host_kernels: Kernels, monkeypatch: Any) -> None:
     """The message has a line for each broken kernel and for its consequences, and no other line."""
     wrong, expected = WRONG_KERNELS[turn]
     for name, instead in wrong.items():
