@@ -23,21 +23,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from ficco.nn import (
-    ColumnParallelLinear,
-    ColwiseParallel,
-    Float8Recipe,
-    PrepareModuleInput,
-    RowParallelLinear,
-    RowwiseParallel,
-    copied_linear,
-    copied_linears,
-    gathered_linears,
-    reduced_linear,
-    scattered_linear,
-)
-from ficco.nn.functional import partial_linear
-from ficco.nn.linear import recipe_of
+from ficco.nn import Float8Recipe, copied_linear, copied_linears, gathered_linears
+from ficco.nn.functional import partial_linear, reduced_linear, scattered_linear
+from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, recipe_of
+from ficco.nn.styles import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from ficco.ops.recipes import quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

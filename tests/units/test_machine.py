@@ -14,30 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ficco.errors import ConfigError
-from ficco.machine import (
-    Collective,
-    Copies,
+from ficco.machine import Collective, Copies, Gemm, Machine, Provenance, Tuned, configs, files
+from ficco.machine import text as as_yaml
+from ficco.machine.files import (
     Fingerprint,
-    Gemm,
-    Machine,
-    Provenance,
-    Thresholds,
-    Topology,
-    Tuned,
-    configs,
     digest,
     dumps,
-    files,
     find,
-    interpolate,
     load,
     loads,
     nearest,
     save,
     user_dir,
 )
-from ficco.machine import text as as_yaml
-from ficco.machine.model import Count, OneOf, Points, Quantity
+from ficco.machine.model import Count, OneOf, Points, Quantity, Thresholds, Topology, interpolate
 from ficco.tools.tune.fits import ENOUGH, Sample, errors, fit
 
 MEASURED = Provenance("measured", "2026-11-21", command="ficco tune", torch="2.11.0")
