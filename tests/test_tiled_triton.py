@@ -23,18 +23,10 @@ from ranks import missing
 from test_kernels import places
 from test_worklist import COSTS, spans
 
+from ficco.compute.tiled import worklist
 from ficco.compute.tiled.portable import MOST_PRODUCTS, POLL_S, compiled_by_triton, lacking
 from ficco.compute.tiled.products import Enqueue, TiledProducts, TileScales, TileTypes
-from ficco.compute.tiled.worklist import (
-    MAX_GATES,
-    MI300X,
-    Cut,
-    RowSpan,
-    TileList,
-    Tiling,
-    Work,
-    listed,
-)
+from ficco.compute.tiled.worklist import Cut, RowSpan, TileList, Tiling, Work, listed
 from ficco.hip_kernels.build import Target
 
 SMALL = Tiling(32, 32, 1)
@@ -249,7 +241,7 @@ def test_parts_that_never_come() -> None:
     owners_first = replace(tiles, items=np.ascontiguousarray(tiles.items[:, ::-1]))
     call = interpreted(owners_first, limit_s=10 * POLL_S)
     call.launch()
-    assert int(call.words[-1]) == 1 + MAX_GATES
+    assert int(call.words[-1]) == 1 + worklist.MAX_GATES
 
 
 def test_parts_are_added_in_one_order() -> None:
@@ -321,7 +313,7 @@ VARIANTS = (("bfloat16", True, True), ("float16", False, False))
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
 def code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Code:
     dtype, b_rows, even_k = request.param
-    (tiling,) = MI300X.multiply
+    (tiling,) = worklist.MI300X.multiply
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         target = Target("hip", "gfx942:sramecc+:xnack-")
