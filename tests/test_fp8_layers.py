@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Rank, counted, on_ranks, ranks, run
+from ranks import Rank, caught, counted, on_ranks, ranks, run
 from test_library import compiled
 from test_nn import integers, mesh_of, part, plain, refuses, same
 from test_nn import linear as exact_linear
@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+import ficco
 from ficco.nn import Float8Recipe, copied_linear, copied_linears, gathered_linears
 from ficco.nn.functional import partial_linear, reduced_linear, scattered_linear
 from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, recipe_of
@@ -308,6 +309,14 @@ def _refused(at: Rank) -> None:
         refuses(("required one dtype", lambda: gathered(x)))
 
 
-@pytest.mark.parametrize("check", [_styles, _shared, _autocast, _refused])
+def _unlike(at: Rank) -> None:
+    """Ranks with different recipes raise."""
+    layer = ColumnParallelLinear(32, 64, recipe=("row", "tensor")[at.rank])
+    assert caught(lambda: layer(torch.ones(4, 32))).type == "RankMismatch"
+    at.barrier()
+    ficco.close()
+
+
+@pytest.mark.parametrize("check", [_styles, _shared, _autocast, _refused, _unlike])
 def test_recipes(check: Callable[[Rank], None]) -> None:
     run(2, check)
