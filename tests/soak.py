@@ -26,22 +26,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import ranks
+import subjects
 import torch
 import torch.distributed as dist
 from disturbance import VERBS, Disturbance, disturb
 from ranks import Died, Escaped, Rank
-from subjects import (
-    KINDS,
-    SUBJECTS,
-    Case,
-    Subject,
-    Tensors,
-    compare,
-    integers,
-    per_rank,
-    reference,
-    root_mean_square,
-)
+from subjects import SUBJECTS, Case, Subject, Tensors
 
 import ficco
 from ficco.dma.gpu import GpuEngine
@@ -101,11 +91,11 @@ class Arriving(Subject):
         return ["tiled"]
 
     def case(self, chance: random.Random, world: int, kind: str, engine: str) -> Case:
-        rows = per_rank(kind, world)
+        rows = subjects.per_rank(kind, world)
         return Case(rows, (chance.choice((1, 8, 24)),), facts=chance.choice(self.ways))
 
     def make(self, case: Case, rank: int, iteration: int) -> Tensors:
-        return [integers(9, rank, iteration, shape=(case.rows[rank], case.sizes[0]))]
+        return [subjects.integers(9, rank, iteration, shape=(case.rows[rank], case.sizes[0]))]
 
     def together(self, case: Case, by_rank: Sequence[Tensors], iteration: int) -> list[Tensors]:
         return [[torch.cat([shard for (shard,) in by_rank])] for _ in by_rank]
@@ -170,7 +160,7 @@ def draw(chance: random.Random, group: int, world: int, device: str) -> SoakCase
     """Any case of a group of ``world`` ranks."""
     name = chance.choice([*DRAWN])
     subject = DRAWN[name]
-    case = subject.case(chance, world, chance.choice(KINDS[:3]), device)
+    case = subject.case(chance, world, chance.choice(subjects.KINDS[:3]), device)
     needs = tuple(chance.random() < 0.5 for _ in subject.operands)
     differentiates = subject.differentiable and chance.random() < SHARE
     case = case.on(
@@ -188,7 +178,7 @@ def draw(chance: random.Random, group: int, world: int, device: str) -> SoakCase
 def variant(soaked: SoakCase, at: Rank, iteration: int) -> Variant:
     """A variant on the device of a rank of the case's group."""
     subject, case = soaked.subject, soaked.case
-    operands_of, results, grads = reference(subject, case, at.world, iteration)
+    operands_of, results, grads = subjects.reference(subject, case, at.world, iteration)
     dtype, result_dtype = (getattr(torch, name) for name in (case.dtype, subject.result(case)))
     own = operands_of[at.rank]
     operands = [operand.detach().to(at.device, dtype) for operand in own]
@@ -197,7 +187,7 @@ def variant(soaked: SoakCase, at: Rank, iteration: int) -> Variant:
     for operand, need in zip(own, case.needs, strict=True):
         if need:
             wanted.append(torch.zeros_like(operand) if operand.grad is None else operand.grad)
-    size = max((root_mean_square(grad) for grad in grads[at.rank]), default=0.0)
+    size = max((subjects.root_mean_square(grad) for grad in grads[at.rank]), default=0.0)
     result_grads = [grad.to(at.device, result_dtype) for grad in grads[at.rank]]
     return Variant(operands, constants, result_grads, wanted, size)
 
@@ -273,7 +263,7 @@ class Done(NamedTuple):
         chosen, subject = self.kind.variants[self.chosen], self.kind.case.subject
         for which, (result, expected) in enumerate(zip(self.results, chosen.wanted, strict=True)):
             about = f"{self.where(at, task)}: result {which}"
-            compare(result, expected, subject, about, chosen.size)
+            subjects.compare(result, expected, subject, about, chosen.size)
 
 
 def of_rank(at: Rank, task: Round) -> Counter[str]:
@@ -455,9 +445,6 @@ def sleep_on_lanes(local: random.Random, kind: Kind, device: torch.device) -> No
                 torch.cuda._sleep(local.randrange(CYCLES))
 
 
-# The process that starts the ranks.
-
-
 def parser() -> argparse.ArgumentParser:
     parsed = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parsed.add_argument("--seconds", type=float, help="no round begins later (default: 300)")
@@ -483,8 +470,7 @@ def failure(results: Sequence[Any]) -> str:
 
 
 def main(
-    arguments: Sequence[str] | None = None,
-    on_rank: Callable[[Rank, Round], Counter[str]] = of_rank,
+    arguments: Sequence[str] | None = None, on_rank: Callable[[Rank, Round], Counter[str]] = of_rank
 ) -> int:
     """Run the soak; return the exit code, 1 after a failure."""
     args = parser().parse_args(arguments)

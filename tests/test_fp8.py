@@ -29,7 +29,7 @@ from test_operators import BLOCKS, SUMS, rows_for
 
 import ficco
 from ficco.compute.scaled import _padded, lacking_on_cuda, lacking_on_hip
-from ficco.heuristics import decide
+from ficco.heuristics import decide, problem_of_sizes
 from ficco.machine import find
 from ficco.ops.operands import Scales, plain_scales
 from ficco.plan import Transfer
@@ -89,10 +89,8 @@ def operands(case: ScaledCase, rank: int, iteration: int, device: torch.device) 
     if case.bias:
         bias = integers(4, rank, iteration, 9, shape=(case.n,))
         scales["bias"] = bias.to(device, case.out or torch.bfloat16)
-    if case.out is not None:
-        scales["out_dtype"] = case.out
-    if case.fast:
-        scales["use_fast_accum"] = True
+    options = {"out_dtype": case.out, "use_fast_accum": case.fast}
+    scales |= {name: value for name, value in options.items() if value}
     a, b = a.to(case.dtypes[0]), b.to(case.dtypes[1]).t().contiguous().t()
     return Operands(a, b, scales, *wide)
 
@@ -142,10 +140,8 @@ def schedules(operator: str) -> list[str]:
 def every_schedule(operator: str, world: int, device: str, stride: int) -> list[ScaledCase]:
     """Return a case of every ``stride``-th schedule. All other fields are random."""
     chance = random.Random(f"{operator} {world}")
-    return [
-        drawn(chance, operator, world, device, name)
-        for name in schedules(operator)[chance.randrange(stride) :: stride]
-    ]
+    names = schedules(operator)[chance.randrange(stride) :: stride]
+    return [drawn(chance, operator, world, device, name) for name in names]
 
 
 def drawn(
@@ -198,9 +194,6 @@ def test_memory_keeps_to_its_cap(at: Rank) -> None:
             exact(at, case.on(bias=True), iteration)
 
 
-# Equal to PyTorch's product of the gathered operands.
-
-
 @on_ranks(2)
 def test_pieces_are_equal_to_the_whole_product(at: Rank) -> None:
     """Pieces are bitwise equal to the whole product, also for operands whose products round."""
@@ -239,9 +232,6 @@ def test_nan_infinity_and_overflow_are_those_of_pytorch(at: Rank) -> None:
         assert y[0].isinf().all()
 
 
-# Layouts of operands and scales.
-
-
 @on_ranks(2)
 def test_forms_of_operands(at: Rank) -> None:
     case = ScaledCase("all_gather_matmul", (12,) * at.world, 32, 16, "row", "growing:pull")
@@ -274,12 +264,9 @@ def test_forms_of_operands(at: Rank) -> None:
     compare("with a scale that has the negative bit", call(case, own), wanted, "")
 
 
-# Bad input: the same error on every rank, and the group stays usable.
-
-
 @dataclass(frozen=True)
 class Bad:
-    """Changes to a valid call scaled by rows, and the expected error."""
+    """Changes to a valid call scaled by rows, and the error; the group stays usable."""
 
     words: tuple[str, ...]
     changes: dict[str, Any]
@@ -293,6 +280,7 @@ class Bad:
 
 HALF, TILED, WIDE = torch.bfloat16, {"schedule": "tiled"}, {"out_dtype": torch.float32}
 ones, powers = torch.ones, torch.ones(128).to(torch.float8_e8m0fnu)
+BLOCK = {"scale_a": ones(8, 2), "scale_b": ones(2, 1)}
 
 
 def casting(*words: str, a: torch.dtype = HALF, b: torch.dtype = E4M3, **changes: Any) -> Bad:
@@ -304,9 +292,7 @@ BAD = (
     Bad(("scale_a", "scale_b", "float8_e4m3fn", "none"), {"scale_a": None, "scale_b": None}),
     Bad(("scale_b", "NoneType", "both"), {"scale_b": None}),
     Bad(("scale_a", "float", "both"), {"scale_a": 1.0}),
-    Bad(
-        ("scale_a, scale_b", "torch.float32", "float16", ".float()"), {"scale_a": ones(8, 1).half()}
-    ),
+    Bad(("scale_a, scale_b", "float32", "float16", ".float()"), {"scale_a": ones(8, 1).half()}),
     Bad(("[8, 1] and [1, 16]", "[16, 1] and [1, 16]", "got [9, 1]"), {"scale_a": ones(9, 1)}),
     Bad(("got [8] and",), {"scale_a": ones(8)}),
     Bad(("scale_a: sparse", ".to_dense()"), {"scale_a": ones(8, 1).to_sparse()}, MISSING),
@@ -326,11 +312,7 @@ BAD = (
     Bad(("mxfp8", "sm_100 or gfx950"), {"scale_a": powers, "scale_b": powers}, MISSING),
     Bad(("beta", "float8", "another schedule"), {"schedule": "growing:beta"}, operator=SUMS[0]),
     Bad(("ring", "float8", "another schedule"), {"schedule": "ring"}, operator=SUMS[0]),
-    Bad(
-        ("tiled", "scaled by block", "another schedule"),
-        {**TILED, "scale_a": ones(8, 2), "scale_b": ones(2, 1)},
-        k=256,
-    ),
+    Bad(("tiled", "scaled by block", "another schedule"), TILED | BLOCK, k=256),
     Bad(("tiled", "results of float32", "another schedule"), {**TILED, **WIDE}),
     Bad(("got [16, 1]",), {"scale_a": ones(16, 1)}, operator="all_to_all_matmul"),
     casting("'row', 'block'", "'tensor'", "pass scale_a", quantize="tensor"),
@@ -343,9 +325,7 @@ BAD = (
     casting("bfloat16", "float64", a=torch.float64),
     casting("b of float8", "casts only a_shard", b=HALF),
     replace(casting("k: required a multiple of 16", "got 24"), kind=INVALID, k=24),
-    replace(
-        casting("not serve return_gathered", "pass scale_a", return_gathered=True), kind=MISSING
-    ),
+    replace(casting("return_gathered", "pass scale_a", return_gathered=True), kind=MISSING),
     casting("tiled", "that the call casts", "another schedule", schedule="tiled"),
 )
 
@@ -407,13 +387,9 @@ def test_gradients_are_refused(at: Rank) -> None:
 
 
 def test_transposed_products_take_no_float8() -> None:
-    rest: Any = 16, 32, "float8_e4m3fn"
-    scaling = Scaling("row", "float8_e4m3fn")
-    with pytest.raises(NotImplementedError, match="float8"):
-        Problem("all_gather_transposed_matmul", (8, 8), *rest, scaling=scaling)
-    with pytest.raises(NotImplementedError, match="float8"):
-        rows = (4, 4), (4, 4)
-        Problem.of_blocks("all_to_all_transposed_matmul", rows, *rest, scaling=scaling)
+    for name in ("all_gather_transposed_matmul", "all_to_all_transposed_matmul"):
+        with pytest.raises(NotImplementedError, match="float8"):
+            problem_of_sizes(name, 16, 16, 32, "fp8-row", 2)
 
 
 def test_scales_of_blocks_are_padded_once() -> None:
@@ -432,9 +408,6 @@ def test_scales_of_blocks_are_padded_once() -> None:
         assert torch.equal(_padded(scales)[: len(scales)], scales)
         part = _padded(plain[1:])  # scales of a later part of k
         assert part.shape[0] % 4 == 0 and torch.equal(part[: len(scales) - 1], scales[1:])
-
-
-# Limits of libraries.
 
 
 def lacks(
@@ -503,9 +476,6 @@ def test_on_a_double_of_hip() -> None:
     assert all("gfx942 multiplies float8_e4m3fnuz" in text for text in texts), texts
 
 
-# Plans.
-
-
 @pytest.mark.parametrize("source", ["", "bfloat16"], ids=["as they are", "cast"])
 @given(data=st.data())
 def test_plans_with_factors_are_proven(source: str, data: st.DataObject) -> None:
@@ -546,9 +516,7 @@ def test_plans_with_factors_are_proven(source: str, data: st.DataObject) -> None
 def test_auto_skips_schedules_without_float8() -> None:
     machine = find("h200-4", None)
     for operator in SUMS:
-        scaling = Scaling("row", "float8_e4m3fn")
-        sizes = 4096, 4096, "float8_e4m3fn"
-        problem = Problem(operator, (1024,) * 4, *sizes, scaling=scaling)
+        problem = problem_of_sizes(operator, 4096, 4096, 4096, "fp8-row", 4)
         decision = decide(problem, machine=machine, offers=("dma", "kernel", "tiled"))
         names = [decision.schedule, *decision.others]
         assert decision.source == "model" and len(names) > 3

@@ -24,28 +24,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import ficco
-from ficco.nn import (
-    ColumnParallelLinear,
-    ColwiseParallel,
-    Float8Recipe,
-    PrepareModuleInput,
-    RowParallelLinear,
-    RowwiseParallel,
-    copied_linear,
-    copied_linears,
-    gathered_linears,
-    reduced_linear,
-    scattered_linear,
-)
-from ficco.nn.functional import partial_linear
-from ficco.nn.linear import recipe_of
+from ficco.nn import Float8Recipe, copied_linear, copied_linears, gathered_linears
+from ficco.nn.functional import partial_linear, reduced_linear, scattered_linear
+from ficco.nn.linear import ColumnParallelLinear, RowParallelLinear, recipe_of
+from ficco.nn.styles import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from ficco.ops.recipes import quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALINGS = ("tensor", "row", "block")
-
-
-# Casting.
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.float8_e4m3fnuz])
@@ -71,9 +57,6 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
     cast, scale = quantized(matrix, (1, 0), E4M3)
     finite = (cast.float() * scale).sum(1).isfinite()
     assert finite.tolist() == [True, False, False, True]
-
-
-# Results without rounding, on all devices.
 
 
 def sparse(*shape: int, seed: int, every: int = 1) -> torch.Tensor:
@@ -110,8 +93,6 @@ def test_gradients_have_a_scaling_of_their_own(at: Rank) -> None:
             y.backward(grad[:1].expand(y.shape))
             same(leaf.grad, torch.full((4, 16), terms * OF_X[gradient]), f"{name} of {recipe}")
 
-
-# Results with rounding.
 
 large = partial(integers, most=40)
 
@@ -269,9 +250,6 @@ def _autocast(at: Rank) -> None:
     assert "recipe=Float8Recipe(forward='row'" in repr(layer) and copy.deepcopy(layer).recipe
 
 
-# Compiled layers.
-
-
 @pytest.mark.parametrize(
     ("inner", "recipes", "count"),
     [
@@ -307,9 +285,6 @@ def test_layers_are_compiled(at: Rank, inner: str, recipes: list[Any], count: in
                 grads = torch.autograd.grad(y, leaves, cosines, materialize_grads=True)
                 results.append([y, *grads])
             assert all(map(torch.equal, *results)), (turn, recipe)
-
-
-# Errors.
 
 
 def _refused(at: Rank) -> None:

@@ -47,14 +47,10 @@ def unscaled(case: ScaledCase, at: Rank, iteration: int) -> tuple[Operands, torc
     return own, wanted
 
 
-def exactly(at: Rank, case: ScaledCase, iteration: int) -> None:
-    own, wanted = unscaled(case, at, iteration)
-    compare("the result", call(case, own), wanted, f"rank {at.rank}, {iteration}: {case}")
-
-
 def cast_exactly(at: Rank, cases: Sequence[ScaledCase]) -> int:
     for iteration, case in enumerate(cases):
-        exactly(at, case, iteration)
+        own, wanted = unscaled(case, at, iteration)
+        compare("the result", call(case, own), wanted, f"rank {at.rank}, {iteration}: {case}")
     return len(cases)
 
 
@@ -90,13 +86,12 @@ def test_layouts_of_cast_operands(at: Rank) -> None:
         for schedule in ("growing", "growing:pull"):
             y = call(case.on(schedule=schedule), own)
             compare("the result", y, wanted, f"{form.shape} {form.stride()}")
-    case = case.on(schedule="hetero-fused-1d:pieces=3", recipe="row", k=144)
+    ring = case.on(schedule="hetero-fused-1d:pieces=3", recipe="row", k=144)
     columns = ScaledCase("matmul_reduce_scatter", (24,) * at.world, 144, 544, "row", "growing")
     with ficco.options(workspace_bytes=1 << 14):
-        exactly(at, case, 2)  # in a ring
-        exactly(at, columns.on(bias=True), 3)  # by columns
+        cast_exactly(at, [ring, columns.on(bias=True), ring])
     if at.device.type == "cpu":
-        exactly(at, columns.on(dtypes=(FNUZ, FNUZ)), 2)
+        cast_exactly(at, [columns.on(dtypes=(FNUZ, FNUZ))])
 
 
 def _rounds(at: Rank) -> None:
@@ -123,11 +118,12 @@ def _gradient(at: Rank) -> None:
         assert torch.equal(y, wanted) and y.requires_grad
         # The gradient is the same on all ranks, so that the sum over the ranks is known.
         y.backward(torch.ones_like(y))
-        sums = [sample(case, replace(at, rank=r), iteration)[0].wide_b.sum(1) for r in range(2)]
+        peers = [replace(at, rank=rank) for rank in range(at.world)]
+        sums = torch.stack([sample(case, p, iteration)[0].wide_b.sum(1) for p in peers])
         if operator == "all_gather_matmul":
-            expected = torch.stack(sums).sum(0).expand(rows[at.rank], -1)
+            expected = sums.sum(0).expand(rows[at.rank], -1)
         else:
-            expected = torch.stack(sums).repeat_interleave(torch.tensor(rows[at.rank]), 0)
+            expected = sums.repeat_interleave(torch.tensor(rows[at.rank]), 0)
         assert own.a.grad.dtype == own.a.dtype and torch.equal(own.a.grad.double(), expected)
         with torch.no_grad():
             assert not call(case, own).requires_grad
@@ -172,9 +168,6 @@ def test_casts(check: Callable[[Rank], None]) -> None:
     run(2, check)
 
 
-# Plans.
-
-
 def _is_cast(step: Any) -> bool:
     return isinstance(step.work, Transfer) and step.work.factors is not None
 
@@ -187,8 +180,8 @@ def _moves(step: Any, **changes: Any) -> Any:
     return step._replace(work=step.work._replace(**changes))
 
 
-def _factors(step: Any, **changes: Any) -> Any:
-    return _moves(step, factors=step.work.factors._replace(**changes))
+def _factors(**changes: Any) -> Callable[[Any], Any]:
+    return lambda step: _moves(step, factors=step.work.factors._replace(**changes))
 
 
 def _part_of_a_row(step: Any) -> Any:
@@ -196,40 +189,37 @@ def _part_of_a_row(step: Any) -> Any:
     return _moves(step, src=src, dst=dst)
 
 
-UNFIT = "factors that do not fit"
+def _copy_with_factors(step: Any) -> Any:
+    return _moves(step, factors=step.work.src._replace(buffer="scale_a"))
+
+
+UNFIT, WITHOUT = "factors that do not fit", "casts without factors"
 #: Steps of a plan, a wrong edit of them, and a pattern of the proof's error.
 WRONG: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any], str], ...] = (
     (_is_copy_of_scales, lambda step: step._replace(after=()), "before it is written"),
-    (_is_cast, lambda step: _moves(step, factors=None), "casts without factors"),
-    (_is_cast, lambda step: _factors(step, row=4, row_stop=20), UNFIT),
-    (_is_cast, lambda step: _factors(step, row_stop=15), UNFIT),
-    (_is_cast, lambda step: _factors(step, buffer="scale_b"), UNFIT),
+    (_is_cast, lambda step: _moves(step, factors=None), WITHOUT),
+    (_is_cast, _factors(row=4, row_stop=20), UNFIT),
+    (_is_cast, _factors(row_stop=15), UNFIT),
+    (_is_cast, _factors(buffer="scale_b"), UNFIT),
     (_is_cast, _part_of_a_row, UNFIT),
     (_is_cast, lambda step: _moves(step, function=""), "between the wrong buffers"),
     (_is_cast, lambda step: _moves(step, function="relu"), "which is not asked for"),
-    (
-        lambda step: step.op == "copy",
-        lambda step: _moves(step, factors=step.work.src._replace(buffer="scale_a")),
-        "casts without factors",
-    ),
+    (lambda step: step.op == "copy", _copy_with_factors, WITHOUT),
     (_is_cast, lambda step: step._replace(work=None), "nobody has written"),
 )
 
 
 @pytest.mark.parametrize(("selects", "change", "words"), WRONG)
-def test_the_proof_refuses_wrong_casts(
-    selects: Callable[[Any], bool], change: Callable[[Any], Any], words: str
-) -> None:
+def test_the_proof_refuses_wrong_casts(selects: Any, change: Any, words: str) -> None:
     scaling = Scaling("row", "float8_e4m3fn", source="bfloat16")
     problem = Problem("all_gather_matmul", (64, 64), 32, 256, "float8_e4m3fn", scaling=scaling)
-    rank_plans = plans(problem, Schedule.parse("hetero-fused-1d:pieces=4"))
-    check(rank_plans)
-    steps = list(rank_plans[0].steps)
+    first, second = plans(problem, Schedule.parse("hetero-fused-1d:pieces=4"))
+    check([first, second])
+    steps = list(first.steps)
     at = next(index for index, step in enumerate(steps) if selects(step))
     steps[at] = change(steps[at])
-    rank_plans[0] = replace(rank_plans[0], steps=tuple(steps))
     with pytest.raises(PlanError, match=words):
-        check(rank_plans)
+        check([replace(first, steps=tuple(steps)), second])
 
 
 def test_copies_begin_when_their_piece_is_cast() -> None:
@@ -270,12 +260,10 @@ def test_a_library_on_cpus_writes_contiguous_rows(monkeypatch: pytest.MonkeyPatc
 
 def test_on_a_double_of_hip() -> None:
     """ficco's kernel casts to gfx942's float8. The double executes its launches."""
+    schedules = ("serial", "growing", "hetero-fused-1d:pieces=3", "uniform-fused-2d:pull")
     cases = [
         ScaledCase(operator, rows, 144, 48, "row", name, dtypes=(FNUZ, FNUZ))
-        for operator, rows in (
-            ("all_gather_matmul", (8, 12, 4, 8)),
-            ("all_to_all_matmul", tuple((4, 8, 0, 12) for _ in range(4))),
-        )
-        for name in ("serial", "growing", "hetero-fused-1d:pieces=3", "uniform-fused-2d:pull")
+        for operator, rows in zip(GATHERING, ((8, 12, 4, 8), ((4, 8, 0, 12),) * 4), strict=True)
+        for name in schedules
     ]
     assert hip_ranks.run(4, cast_exactly, cases, timeout=120) == [len(cases)] * 4

@@ -17,7 +17,8 @@ from ficco.dma.tiles import work_of
 from ficco.heuristics import Decision, decide, problem_of_sizes
 from ficco.heuristics.candidates import TILED_MARGIN, TILED_ROWS, predictable
 from ficco.heuristics.model import TIE, Prediction, choose
-from ficco.machine import Gemm, Machine, Provenance, find
+from ficco.machine import Gemm, Machine, find
+from ficco.machine.model import flat
 from ficco.ops.call import first_fit
 from ficco.plan import Plan, Step
 from ficco.problems.products import OPERATORS, Problem
@@ -37,31 +38,25 @@ RATES = replace(H100, slowdown=0.0)
 @cache
 def fitted() -> Gemm:
     """Fit of `ficco tune` for a card with these rates."""
-    samples = [
-        Sample(
-            *(s.m, s.n, s.k, 1, 2, False),
-            best(Work((s.m,), s.n, s.k), RATES, PROCESSORS, True).seconds,
-        )
+    works = [
+        Work((s.m,), s.n, s.k)
         for s in GPU.gemms[::2]
         if s.batch == 1 and not s.wide and not (s.n % 8 or s.k % 8)
     ]
+    seconds = [best(work, RATES, PROCESSORS, True).seconds for work in works]
+    sizes = [(*work.rows, work.n, work.k, 1, 2, False) for work in works]
+    samples = [Sample(*size, s) for size, s in zip(sizes, seconds, strict=True)]
     gemm = fit(samples, units=PROCESSORS, tiles=TILES, peak=989e12)
     assert errors(gemm, samples).median < 0.03 and errors(gemm, samples).mean < 0.05
     return gemm
 
 
-def machine(tiled: Gemm | None = None, **copies: float) -> Machine:
+def machine(tiled: Gemm | None = None) -> Machine:
     """Four H200 without contention between products and copies."""
-    h200 = find("h200-4", None)
-    assert h200 is not None and h200.gemm and h200.contention and h200.copies
+    h200: Any = find("h200-4", None)
     contention = replace(h200.contention, gemm_under_copies=1.0, copies_under_gemm=1.0)
-    return replace(
-        h200,
-        tiled=tiled or fitted(),
-        gemm=replace(h200.gemm, burst=inf),
-        contention=contention,
-        copies=replace(h200.copies, **copies),
-    )
+    gemm = replace(h200.gemm, burst=inf)
+    return replace(h200, tiled=tiled or fitted(), gemm=gemm, contention=contention)
 
 
 def ran(problem: Problem, name: str, on: Machine) -> tuple[Plan, Step, Simulation, float]:
@@ -89,17 +84,8 @@ def test_products_take_as_long_as_their_lists_say(operator: str) -> None:
 
 
 #: Tiles of 128 x 256 take 100 us; all other costs are zero.
-SIMPLE = Gemm(
-    peak=2 * 128 * 256 * 4096 * 132 / 100e-6,
-    units=132,
-    launch=0.0,
-    efficiency=1.0,
-    start=0.0,
-    bandwidth=1e30,
-    provenance=Provenance("measured"),
-    tile_rows=(128,),
-    tile_cols=(256,),
-)
+FLAT = flat(2 * 128 * 256 * 4096 * 132 / 100e-6, 1.0, 1.0).gemm
+SIMPLE = replace(FLAT, units=132, tile_rows=(128,), tile_cols=(256,))
 
 
 def test_rows_are_announced_after_whole_waves() -> None:
@@ -122,9 +108,6 @@ def test_late_rows_take_a_separate_product() -> None:
 @pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce"])
 def test_own_rows_have_words_where_they_are_cut_more_than_those_of_peers(operator: str) -> None:
     check(plans(Problem(operator, (0, 100), 16, 16, "bfloat16"), Schedule.parse("tiled:tail=3")))
-
-
-# Decisions.
 
 
 def of(name: str, seconds: float) -> Prediction:

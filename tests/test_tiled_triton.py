@@ -17,23 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import compare
 from interpreted import HostProducts, parts_first
 from ranks import missing
 from test_kernels import places
 from test_worklist import COSTS, spans
 
+from ficco.compute.tiled import worklist
 from ficco.compute.tiled.portable import MOST_PRODUCTS, POLL_S, compiled_by_triton, lacking
 from ficco.compute.tiled.products import Enqueue, TiledProducts, TileScales, TileTypes
-from ficco.compute.tiled.worklist import (
-    MAX_GATES,
-    MI300X,
-    Cut,
-    RowSpan,
-    TileList,
-    Tiling,
-    Work,
-    listed,
-)
+from ficco.compute.tiled.worklist import Cut, RowSpan, TileList, Tiling, Work, listed
 from ficco.hip_kernels.build import Target
 
 SMALL = Tiling(32, 32, 1)
@@ -53,9 +46,6 @@ def turns() -> Iterator[None]:
     sys.setswitchinterval(1e-4)
     yield
     sys.setswitchinterval(before)
-
-
-# In the interpreter.
 
 
 #: Seconds after which a kernel no longer waits.
@@ -132,15 +122,9 @@ class Call:
         self.settle()
         assert int(self.words[-1]) == late, f"{about}: late is {self.words[-1]}"
         for product, (out, exact) in enumerate(zip(self.out, self.exact, strict=True)):
-            wrong = (out != exact).nonzero()
-            first = wrong[0].tolist() if len(wrong) else []
-            assert not first, (
-                f"{about}: product {product}, {len(wrong)} of {out.numel()} wrong, first {first}: "
-                f"{out[tuple(first)].item()}, right is {exact[tuple(first)].item()}"
-            )
+            compare(f"product {product}", out.contiguous(), exact, str(about))
             if self.padding:
-                buffer = out._base
-                assert buffer is not None
+                buffer: Any = out._base
                 assert int((~buffer.isnan()).sum()) == out.numel(), f"{about}: written around C"
         assert not self.prepared.counters.any(), f"{about}: counters are not at rest"
 
@@ -197,9 +181,7 @@ def in_thread(work: Callable[[], None]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("rows", "count", "cut"), [((100,), 4, Cut.NONE), ((65, 33), 12, Cut.END)])
-def test_tiles_wait_for_their_rows(
-    rows: tuple[int, ...], count: int, cut: Cut, turns: None
-) -> None:
+def test_tiles_wait_for_their_rows(rows: Any, count: int, cut: Cut, turns: None) -> None:
     """Rows are NaN until another thread writes them and opens their gate, in random order."""
     rng = random.Random(cut.name)
     work = Work(rows, 40, 1024, spans(rng, rows, count))
@@ -227,15 +209,13 @@ def test_announced_rows_are_stored(rows: tuple[int, ...], cut: Cut, turns: None)
     early, expected = list[int](), call.exact
 
     def watch() -> None:
-        left = set(range(len(work.announces)))
-        end = time.monotonic() + 30
+        left, end = {*range(len(work.announces))}, time.monotonic() + 30
         while left and time.monotonic() < end:
             for index in [index for index in left if call.words[index]]:
                 left.remove(index)
-                for product, first, last in work.announces[index]:
-                    stored, exact = (out[product][first:last] for out in (call.out, expected))
-                    if not torch.equal(stored, exact):
-                        early.append(index)
+                for product, *rows in work.announces[index]:
+                    stored, exact = (out[product][slice(*rows)] for out in (call.out, expected))
+                    early.extend([index] * (not torch.equal(stored, exact)))
         early.extend(left)
 
     with in_thread(watch):
@@ -261,7 +241,7 @@ def test_parts_that_never_come() -> None:
     owners_first = replace(tiles, items=np.ascontiguousarray(tiles.items[:, ::-1]))
     call = interpreted(owners_first, limit_s=10 * POLL_S)
     call.launch()
-    assert int(call.words[-1]) == 1 + MAX_GATES
+    assert int(call.words[-1]) == 1 + worklist.MAX_GATES
 
 
 def test_parts_are_added_in_one_order() -> None:
@@ -309,9 +289,6 @@ def test_missing_requirements_are_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert "needs Triton, which is not installed" in lacking(Target("hip", "gfx942"))
 
 
-# The compiled kernel.
-
-
 class Code:
     """The kernel in AMD's assembly language, without comments and debug lines, and ``before``: its
     intermediate code, with blocks in the order of the source."""
@@ -336,7 +313,7 @@ VARIANTS = (("bfloat16", True, True), ("float16", False, False))
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: "-".join(map(str, variant)))
 def code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Code:
     dtype, b_rows, even_k = request.param
-    (tiling,) = MI300X.multiply
+    (tiling,) = worklist.MI300X.multiply
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         target = Target("hip", "gfx942:sramecc+:xnack-")

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,6 +51,8 @@ ATTENTION = "--sequence 64 --heads 4 --kv-heads 2 --head-size 8 --causal --world
 STAGED = f"plan hetero-unfused-1d:pieces=4 {SIZED}"
 ATTENDS = f"plan shard-overlap --operator all_gather_attention {' '.join(ATTENTION)}"
 EXPERTS = "--experts 8 --capacity 4 --k 16 --h 8 --n 16 --world 4".split()
+RESULTS = Path(__file__).parents[2] / "docs/results"
+LINES = RESULTS / "timeline-h200-2_timelines.json"
 
 
 def test_the_version(ran: Any) -> None:
@@ -59,9 +61,7 @@ def test_the_version(ran: Any) -> None:
     assert ran("--version").out == f"ficco {ficco.__version__}\n"
 
 
-def test_explain_waits_for_its_measurement_and_lists_failed_candidates(
-    monkeypatch: Any, ran: Any
-) -> None:
+def test_explain_waits_for_its_measurement_and_lists_failures(monkeypatch: Any, ran: Any) -> None:
     rows = [("growing", "wrong", "3 elements"), ("serial", "skipped", "no memory")]
     limits = []
 
@@ -87,13 +87,10 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_any_rank_starts(
     monkeypatch.setattr("ficco.tools.launch.launch", lambda *_, **__: pytest.fail("started ranks"))
     file = tmp_path / "file"
     file.touch()
-    for out, reason in ((file, "File exists"), ("/proc", "No such file or directory")):
-        for command in ("demo", "bench"):
-            message = f"--out: required a folder that can be written to, got {out} ({reason})"
-            assert message in ran(f"{command} --device cpu --out", out, code=2).err
-
-
-# plan
+    reasons = {file: "File exists", "/proc": "No such file or directory"}
+    for (out, reason), command in product(reasons.items(), ("demo", "bench")):
+        message = f"--out: required a folder that can be written to, got {out} ({reason})"
+        assert message in ran(f"{command} --device cpu --out", out, code=2).err
 
 
 @pytest.mark.parametrize(
@@ -204,7 +201,18 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
         f"{command} --device cpu --ranks": [("4096", "got 4096; --oversubscribe starts")]
         for command in ("demo", "bench", "tune", "doctor")
     },
-    "simulate": [("--m 8 --k 8", "--n: required, since all_gather_matmul needs m, n, k")],
+    "simulate": (
+        ("--m 8 --k 8", "--n: required, since all_gather_matmul needs m, n, k"),
+        (f"slowing {SIZED}", "shard-overlap"),
+        ("--mode graph", "required one of queued, idle, got 'graph'"),
+        ("--set nothing", "measured"),
+        ("--machine abacus", "abacus"),
+        ("--world 0", "--world"),
+        (f"--set measured {SIZED}", "one of"),
+        ("--draw x.png", "one shape"),
+        (f"--draw x {SIZED}", "--draw: required a file with one of the suffixes"),
+        ("auto", "got 'auto', which stands for one of them; `ficco explain`"),
+    ),
     "explain": (
         ("", "--m: required, since all_gather_matmul needs m, n, k; got none"),
         ("--seconds x", "ficco explain: error: --seconds: required a number, got 'x'"),
@@ -213,6 +221,8 @@ REFUSED: dict[str, Sequence[tuple[str, str]]] = {
         (f"{__file__} --out x.png", "or a .csv ("),
         ("nowhere.csv", "nowhere.csv: file: cannot be read: No such file or directory"),
         ("nowhere.json", "nowhere.json: file: cannot be read: No such file or directory"),
+        (f"{LINES} --only what --out x.png", "--only"),
+        (f"{LINES} --ranks 7 --out x.png", "0 to 1"),
         ("a.csv b.json", "got both"),
         ("a.csv b.csv --out x.png", "--out: required one CSV file, got 2"),
         ("a.csv --only x", "--only: required timelines"),
@@ -294,8 +304,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 def test_an_interrupted_command_says_how_to_continue(monkeypatch: Any, ran: Any) -> None:
+    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
     for name, message in (("tune", "interrupted; the same command continues"), ("demo", "ted\n")):
-        interrupt = mock.Mock(side_effect=KeyboardInterrupt)
         monkeypatch.setattr(f"ficco.tools.cli.measure.run_{name}", interrupt)
         assert message in ran(name, code=130).err
 
@@ -330,11 +340,8 @@ def test_the_example_of_the_help_is_a_command(name: str, ran: Any) -> None:
 
 
 def test_the_help_has_every_option_and_its_default(ran: Any) -> None:
-    (commands,) = (
-        action.choices
-        for action in cli._parser()._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
+    subparsers = argparse._SubParsersAction
+    (commands,) = (one.choices for one in cli._parser()._actions if isinstance(one, subparsers))
     assert {"bench", "plan"} <= set(commands)
     for name, parser in commands.items():
         for action in parser._actions:
@@ -351,10 +358,9 @@ def test_the_help_has_every_option_and_its_default(ran: Any) -> None:
 
 
 def test_plot_draws_every_kind_of_csv(tmp_path: Path, ran: Any) -> None:
-    results = Path(__file__).parents[2] / "docs" / "results"
     for name in ("layers-h200-4", "losses-h200-2", "simulated/mi300x-8"):
         picture = tmp_path / f"{Path(name).name}.png"
-        output = ran("plot", results / f"{name}.csv", "--out", picture).err
+        output = ran("plot", RESULTS / f"{name}.csv", "--out", picture).err
         assert picture.read_bytes().startswith(b"\x89PNG") and output == f"wrote {picture}\n"
     failed = tmp_path / "failed.csv"
     row = {"case": "x", "candidate": "serial", "world": 2, "hosts": 1, "m": 0, "n": 0, "k": 0}
@@ -365,8 +371,6 @@ def test_plot_draws_every_kind_of_csv(tmp_path: Path, ran: Any) -> None:
     assert message in ran("plot", failed, code=2).err
 
 
-# Operators other than products.
-
 RECORDS = {
     "all_gather_attention": (*ATTENTION, "--placement", "head-tail"),
     "ulysses_attention": (*ATTENTION,),
@@ -375,9 +379,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("command", ["plan growing", "explain", "simulate"])
-def test_tables_fit_into_a_terminal_and_are_explained(
-    command: str, monkeypatch: Any, ran: Any
-) -> None:
+def test_tables_fit_a_terminal_and_are_explained(command: str, monkeypatch: Any, ran: Any) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     output = ran(f"{command} --m 8192 --n 3584 --k 4096 --machine h200-4").out
     assert max(map(len, output.splitlines())) <= 100
@@ -409,10 +411,9 @@ def test_attention_and_experts_are_planned_simulated_and_explained(
     assert rows["ideal"]["ms"] == pytest.approx(longer) and rows["ideal"]["m"] == 0
     names = [name for name in rows if name not in ("computed", "copies", "ideal")]
     assert len(loads(lines.read_text(), "lines")) == len(names) > 5
-    for name in names:
-        assert rows[name]["speedup"] == pytest.approx(rows["serial"]["ms"] / rows[name]["ms"])
-        assert rows[name]["share"] == pytest.approx(rows["ideal"]["ms"] / rows[name]["ms"])
-        assert 0 < rows[name]["share"] < 1
+    for row in map(rows.get, names):
+        ratios = [rows[name]["ms"] / row["ms"] for name in ("serial", "ideal")]
+        assert [row["speedup"], row["share"]] == pytest.approx(ratios) and 0 < row["share"] < 1
 
     picture.unlink()
     decision = json.loads(output("explain", "--json", "--draw", str(picture)))
@@ -450,9 +451,6 @@ def test_cases_of_a_bench_of_attention_and_experts() -> None:
     assert replay["schedules"] == ("growing", "auto")
     replayed = commands._played(arguments, "experts", replay["cases"])
     assert (replayed.world, replayed.rank, replayed.machine) == (8, 3, "h200-4")
-
-
-# doctor
 
 
 def test_doctor_describes_this_machine_and_its_choices_for_a_number_of_ranks(
@@ -503,9 +501,6 @@ def test_doctor_survives_errors(monkeypatch: Any) -> None:
     for version, message in ((None, "this torch is built without ROCm"), ("7.2", "hip_api")):
         monkeypatch.setattr(torch.version, "hip", version)
         assert message in doctor._why_no_hip()
-
-
-# demo
 
 
 def test_demo_proves_every_schedule(tmp_path: Path) -> None:
@@ -610,8 +605,7 @@ sys.exit(main())
 @pytest.mark.parametrize("command", ["explain", "simulate growing"])
 def test_a_reader_that_leaves_is_no_error(command: str, tmp_path: Path) -> None:
     words = f"{command} --m 64 --n 64 --k 64 --machine h200-4".split()
-    ended = Program(tmp_path, "left", READER_LEAVES, words, {}).end(time.monotonic() + 120)
-    assert ended == (141, "", "")
     closed = "import sys; sys.stdout = None; from ficco.tools.cli import main; sys.exit(main())"
-    ended = Program(tmp_path, "closed", closed, words, {}).end(time.monotonic() + 120)
-    assert ended == (0, "", "")
+    for name, script, code in (("left", READER_LEAVES, 141), ("closed", closed, 0)):
+        ended = Program(tmp_path, name, script, words, {}).end(time.monotonic() + 120)
+        assert ended == (code, "", "")

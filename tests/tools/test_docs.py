@@ -43,9 +43,8 @@ def test_commands_that_do_not_exist(line: str, wrong: str) -> None:
 def test_links_code_and_addresses(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# The `one` heading\n[a](none.md) [b](page.md#the-one-heading) [c](#other)\n")
-    assert [*check.broken_links(page)] == [
-        f"{page}: {link} leads nowhere" for link in ("none.md", "#other")
-    ]
+    broken = [f"{page}: {link} leads nowhere" for link in ("none.md", "#other")]
+    assert [*check.broken_links(page)] == broken
     page.write_text("Run `ficco plan growing --m 3` or\n\n    A=1 ficco plam x  # this\n\n")
     assert [*check.code(page)] == ["ficco plan growing --m 3", "A=1 ficco plam x "]
     page.write_text("`test_of_nothing` tests `ficco/none.py`")
@@ -83,16 +82,15 @@ def test_a_script_prints_its_help(name: str, monkeypatch: Any, capsys: Any) -> N
     assert (ended.value.code, capsys.readouterr().out[:6]) == (0, "usage:")
 
 
-#: A check, a page, and a text whose change the check must detect.
-CHANGED = (
-    ("tables", "api/machine-file.md", "| `name` |"),
-    ("tables", "../README.md", "times as fast"),
-    ("tables", "overlap.svg", "own shard"),
-    ("forms", "amd.md", "\n7. "),
+@pytest.mark.parametrize(
+    ("name", "page", "text"),
+    [
+        ("tables", "api/machine-file.md", "| `name` |"),
+        ("tables", "../README.md", "times as fast"),
+        ("tables", "overlap.svg", "own shard"),
+        ("forms", "amd.md", "\n7. "),
+    ],
 )
-
-
-@pytest.mark.parametrize(("name", "page", "text"), CHANGED)
 def test_a_changed_page(name: str, page: str, text: str, tmp_path: Path, monkeypatch: Any) -> None:
     docs = tmp_path / "docs"
     (docs / "api").mkdir(parents=True)

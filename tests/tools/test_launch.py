@@ -101,9 +101,7 @@ def test_ranks_end_with_their_parent(number: signal.Signals, tmp_path: Path) -> 
         ("hang", 1.0, "exit", "exit code 1"),
     ],
 )
-def test_launch_says_which_rank_failed_and_how(
-    fault: str, seconds: float, kind: str, message: str
-) -> None:
+def test_launch_names_the_failed_rank(fault: str, seconds: float, kind: str, message: str) -> None:
     began = time.monotonic()
     with pytest.raises(RankFailed, match=message) as caught:
         launch(_fail, 2, fault, timeout_s=seconds)

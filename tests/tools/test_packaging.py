@@ -67,21 +67,16 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(built: Path) -> None:
         names = archive.namelist()
         (entry,) = (archive.read(n).decode() for n in names if n.endswith("entry_points.txt"))
         (metadata,) = (archive.read(n).decode() for n in names if n.endswith("/METADATA"))
-    tops = {name.split("/")[0] for name in names}
-    assert tops == {"ficco", next(top for top in tops if top.endswith(".dist-info"))}
-    for path in [*ROOT.glob("ficco/**/*.py"), ROOT / "ficco" / "py.typed"]:
-        assert path.relative_to(ROOT).as_posix() in names
-    for path in ROOT.glob("configs/**/*"):
-        if path.is_file():
-            assert f"ficco/{path.relative_to(ROOT).as_posix()}" in names
-    assert "ficco/configs/scenarios.csv" in names
+    assert {re.sub(".*dist-info", "", name.split("/")[0]) for name in names} == {"ficco", ""}
+    files = [*ROOT.glob("ficco/**/*.py"), ROOT / "ficco/py.typed", *ROOT.glob("configs/**/*.*")]
+    relative = {path.relative_to(ROOT).as_posix() for path in files}
+    wanted = {name if name.startswith("ficco/") else f"ficco/{name}" for name in relative}
+    assert {*wanted, "ficco/configs/scenarios.csv"} <= {*names}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "ficco = ficco.tools.cli:main" in entry
-    assert re.search(r"^Requires-Dist: torch", metadata, re.M)
-    assert re.search(r"^Requires-Python: >=3\.11$", metadata, re.M)
-    for extra in ("bench", "cuda", "hip", "dev"):
-        assert f"Provides-Extra: {extra}" in metadata
-    assert "Description-Content-Type: text/markdown" in metadata
+    extras = [f"Provides-Extra: {extra}" for extra in ("bench", "cuda", "hip", "dev")]
+    lines = {*extras, "Requires-Python: >=3.11", "Description-Content-Type: text/markdown"}
+    assert lines <= {*metadata.splitlines()} and "\nRequires-Dist: torch" in metadata
     assert "Read on" in metadata and relative_links(metadata) == []
     assert "Project-URL" not in metadata
     with tarfile.open(sdist) as archive_of_source:
@@ -214,15 +209,10 @@ HEAVY = (
 def test_importing_has_no_side_effect() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""}
     lines = python("-c", CHANGES, "import ficco", *SIDE_EFFECTS, env=env).splitlines()
-    of_ficco, *of_others, modules = lines
-    assert of_ficco == ""
-    assert of_others == list(SIDE_EFFECTS.values())
-    heavy = [
-        module
-        for module in modules.split()
-        if any(module == name or module.startswith(name + ".") for name in HEAVY)
-    ]
-    assert heavy == []
+    *effects, modules = lines
+    assert effects == ["", *SIDE_EFFECTS.values()]
+    prefixes = tuple(f"{name}." for name in HEAVY)
+    assert not [module for module in modules.split() if f"{module}.".startswith(prefixes)]
     assert "ficco.ops.operators" in modules.split()
 
 
@@ -237,11 +227,10 @@ def test_declared_requirements() -> None:
 #: Runs at the start of each interpreter, also of ranks, and makes imports of the extra fail.
 WITHOUT_EXTRA = """
 import sys
-for name in ("pandas", "matplotlib", "rich"):
-    sys.modules[name] = None
+sys.modules |= dict.fromkeys(("pandas", "matplotlib", "rich"))
 """
 
-SIZES = ["--m", "64", "--n", "8", "--k", "32", "--world", "2"]
+SIZES = "--m 64 --n 8 --k 32 --world 2"
 
 
 #: Runs a command in a process that has imported torch and no package of the extra.
@@ -259,41 +248,35 @@ def without_extra(tmp_path: Path) -> Callable[..., Ended]:
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_EXTRA)
     env, numbers = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, count()
 
-    def run(*words: str) -> Ended:
-        program = Program(tmp_path, f"command{next(numbers)}", COMMAND, words, env)
+    def run(command: str) -> Ended:
+        program = Program(tmp_path, f"command{next(numbers)}", COMMAND, command.split(), env)
         return program.end(time.monotonic() + 200)
 
     return run
 
 
 def test_commands_that_need_no_extra_work_without_it(without_extra: Callable[..., Ended]) -> None:
-    for words, message in (
-        (["explain", *SIZES, "--machine", "h200-4"], "predicted"),
-        (["doctor", "--device", "cpu", "--ranks", "2"], "right on every rank"),
-        (["plan", "growing", *SIZES], "checked for all 2 ranks"),
-        (["plan", "growing", *SIZES, "--trace", os.devnull], "checked for all 2 ranks"),
+    for command, message in (
+        (f"explain {SIZES} --machine h200-4", "predicted"),
+        ("doctor --device cpu --ranks 2", "right on every rank"),
+        (f"plan growing {SIZES}", "checked for all 2 ranks"),
+        (f"plan growing {SIZES} --trace {os.devnull}", "checked for all 2 ranks"),
     ):
-        ended = without_extra(*words)
+        ended = without_extra(command)
         assert ended.code == 0 and message in ended.out, ended
     # The self-test and its imports do not need the extra either, in a new interpreter.
     files = (ROOT / "ficco/tools/selftest").glob("[!_]*.py")
     names = [f"ficco.tools.selftest.{path.stem}" for path in files]
-    assert names
     python("-c", f"{WITHOUT_EXTRA}\nimport {', '.join(names)}", cwd=ROOT)
 
 
 def test_commands_that_need_the_extra_name_it(without_extra: Callable[..., Ended]) -> None:
-    for words in (
-        ["demo", "--device", "cpu"],
-        ["bench", "--device", "cpu"],
-        ["tune", "--device", "cpu", "--quick"],
-        ["plot", "none.json"],
-        ["simulate"],
-        ["plan", "growing", *SIZES, "--draw", "x.png"],
-        ["explain", *SIZES, "--machine", "h200-4", "--draw", "x.png"],
-        ["explain", *SIZES, "--measure"],
+    for command in (
+        *("demo --device cpu", "bench --device cpu", "tune --device cpu --quick"),
+        *("plot none.json", "simulate", f"plan growing {SIZES} --draw x.png"),
+        *(f"explain {SIZES} {more}" for more in ("--machine h200-4 --draw x.png", "--measure")),
     ):
-        ended = without_extra(*words)
+        ended = without_extra(command)
         assert (ended.code, ended.out) == (2, ""), ended.err
         (line,) = ended.err.splitlines()
         assert 'pip install "ficco[bench]"' in line

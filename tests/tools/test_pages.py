@@ -28,9 +28,6 @@ RESULTS = ROOT / "docs" / "results"
 Line = dict[str, Any]
 
 
-# Files.
-
-
 def _rows() -> pd.DataFrame:
     """Two shapes in two modes, of a committed bench."""
     rows = BENCH.read(RESULTS / "measured-h200-4.csv")
@@ -64,24 +61,18 @@ def test_a_row_that_is_damaged_is_named(tmp_path: Path) -> None:
         rows[2][columns.index(column)] = cell
         return "\n".join(map(",".join, rows))
 
-    for damaged, message in (
-        *(
-            (with_cell("m", cell), f"row 2, m: required a whole number, got '{cell}'")
-            for cell in ("-", "", "1.5")
-        ),
-        (with_cell("ms", "fast"), "row 2, ms: required a number, got 'fast'"),
-        (intact[: intact.rindex(",")], f"row 3, {columns[-1]}: the row ends before"),
-        (f"{intact},7", "required a CSV file"),
-        ("case,m\na,1", "columns"),
-    ):
+    messages = {f"{intact},7": "required a CSV file", "case,m\na,1": "columns"}
+    messages[intact[: intact.rindex(",")]] = f"row 3, {columns[-1]}: the row ends before"
+    for column, kind, *cells in (("m", "whole number", "-", "", "1.5"), ("ms", "number", "fast")):
+        for cell in cells:
+            message = f"row 2, {column}: required a {kind}, got '{cell}'"
+            messages[with_cell(column, cell)] = message
+    for damaged, message in messages.items():
         path.write_text(f"{damaged}\n")
         with pytest.raises(ConfigError, match=re.escape(message)):
             BENCH.read(path)
     with pytest.raises(KeyError, match="tokens"):
         BENCH.frame([{"tokens": 3}])
-
-
-# Reports, tables and pictures.
 
 
 def test_an_operator_without_measured_shapes_is_named() -> None:
@@ -144,13 +135,9 @@ def test_the_readme_keeps_everything_but_the_table(tmp_path: Path) -> None:
         readme.put_between(path, "results", table)
 
 
-# Regret of auto.
-
-
 def test_regret_of_a_file_without_kernel_schedules() -> None:
     """The regret is that of ``auto``'s choice without kernels, for all shapes of the file."""
     machine = find("h200-2", None)
-    assert machine is not None
     rows = BENCH.read(RESULTS / "unseen-h200-2.csv").query("case == '512x3584x2048'")
     problem = Case("", 512, 3584, 2048).problem(2)
     assert decide(problem, machine=machine).schedule.mover == "kernel"
@@ -162,14 +149,10 @@ def test_regret_of_a_file_without_kernel_schedules() -> None:
 
 def test_regret_compares_auto_with_its_candidates(tmp_path: Path) -> None:
     machine, pair = find("h200-4", None), find("h200-2", None)
-    assert machine is not None and pair is not None
     problem = Problem("all_gather_matmul", (8192,) * 4, 2048, 8192, "bfloat16")
     chosen = str(decide(problem, machine=machine).schedule)
-    slower = next(
-        str(candidate)
-        for candidate in candidates(problem, machine)
-        if str(candidate) not in (chosen, "serial", "serial:collective")
-    )
+    names, others = map(str, candidates(problem, machine)), (chosen, "serial", "serial:collective")
+    slower = next(name for name in names if name not in others)
     excluded = "uniform-unfused-2d:pieces=3,pull"  # not a candidate of auto, however fast
     fields: Line = {"operator": OPERATOR, "case": "a", "m": 32768, "n": 2048, "k": 8192, "world": 4}
     fields |= {"dtype": "bfloat16", "mode": "queued", "kind": "ficco", "status": "ok"}
@@ -179,19 +162,19 @@ def test_regret_compares_auto_with_its_candidates(tmp_path: Path) -> None:
 
     rows = rows_of({chosen: 2.0, slower: 1.6, "serial": 3.0, excluded: 1.0})
     ((mode, shape),) = regret.regrets(rows, machine)
-    assert mode == "queued" and shape is not None
+    assert mode == "queued"
     assert (shape.best, shape.auto) == ((slower, 1.6), (chosen, 2.0))
     assert shape.loss == pytest.approx(0.25) and excluded not in shape.errors
     # The even rounds choose the best schedule, and the odd ones time it.
     halves = rows.assign(mode="graph", ms_even=rows["ms"], ms_odd=rows["ms"][::-1].to_numpy())
     ((mode, shape),) = regret.regrets(halves.iloc[:2], machine)
-    assert mode == "graph" and shape is not None
+    assert mode == "graph"
     assert (shape.best, shape.auto) == ((slower, 3.0), (chosen, 1.0))
     # Several names of one plan have one time, the median of their times.
     times = {"growing": 2.0, "shrinking": 1.0, "shard-overlap": 3.0, "serial": 1.5}
     both_rows = rows_of(times, m=1536, n=5504, k=4096, world=2)
     ((_, shape),) = regret.regrets(both_rows, pair)
-    assert shape is not None and shape.others == 1.5
+    assert shape.others == 1.5
     # The first candidate's name stands for the plan, with the median time.
     assert (shape.auto, shape.best) == (("growing:compute=2", 2.0), ("serial", 1.5))
     # Another operator has separate decisions and pages.
@@ -215,12 +198,11 @@ def test_pictures_have_a_bar_for_auto_and_break_into_rows(tmp_path: Path, monkey
     figures: list[Any] = []
 
     @contextmanager
-    def recorded(*args: Any) -> Iterator[Any]:
+    def recorded(*args: Any, real: Any = report.picture) -> Iterator[Any]:
         with real(*args) as figure:
             figures.append(figure)
             yield figure
 
-    real = report.picture
     monkeypatch.setattr(report, "picture", recorded)
     for name, shapes, rows in (("measured-h200-4", 8, 1), ("unseen-h200-4", 27, 3)):
         table = BENCH.read(RESULTS / f"{name}.csv")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +17,7 @@ def script(monkeypatch: Any) -> Any:
     return importlib.import_module("rocjitsu")
 
 
-def test_missing_requirements_are_named(
-    script: Any, tmp_path: Path, monkeypatch: Any, capfd: Any
-) -> None:
+def test_missing_requirements(script: Any, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     """Messages without an emulator, and with a double that runs the command after ``--``."""
     command, config = tmp_path / "rocjitsu", tmp_path / "config.json"
     assert "required the command rocjitsu" in script.lacking(config)
@@ -31,11 +28,10 @@ def test_missing_requirements_are_named(
     for content, message in (('{"vm": {"gpu": {}}}', "got 1"), ("{}", "KeyError"), ("", "JSON")):
         config.write_text(content)
         assert message in script.lacking(config)
-    config.write_text(json.dumps({"vm": {"gpu": {"num_gpus": 2}}}))
+    config.write_text('{"vm": {"gpu": {"num_gpus": 2}}}')
     assert script.lacking(config) == ""
-    assert script.main([str(config)]) == 2
-    assert "required PyTorch for ROCm, got" in capfd.readouterr().out
-    assert script.main([]) == 2 and "CONFIG" in capfd.readouterr().out
+    for arguments, message in (([str(config)], "required PyTorch for ROCm, got"), ([], "CONFIG")):
+        assert script.main(arguments) == 2 and message in capfd.readouterr().out
     monkeypatch.setattr(torch.version, "hip", "7.15")
     for count, reached, message in (
         (1, {(0, 1), (1, 0)}, "sees 1"),
@@ -67,9 +63,8 @@ def test_parts_run_and_failures_count(script: Any, monkeypatch: Any, capsys: Any
     assert {f"skipped: {name}: an emulator has no speed" for name in script.SPEEDS} <= {*lines}
     assert sum(line.startswith("ok: contract: ") for line in lines) == 2
     assert not any("GB/s" in line for line in lines)
-    wrong = SimpleNamespace(
-        check="graphs", verdict="failed", seen="3 calls exact; 2.0 GB/s; wrong\nmore"
-    )
+    seen = "3 calls exact; 2.0 GB/s; wrong\nmore"
+    wrong = SimpleNamespace(check="graphs", verdict="failed", seen=seen)
     monkeypatch.setattr(run, "selftest", lambda *more: SimpleNamespace(results=[wrong]))
     monkeypatch.setattr(script, "contract", lambda device: iter(()))
     assert script.inside("cpu") == 1

@@ -100,9 +100,6 @@ def failed(by_check: dict[str, CheckResult], verdict: str = "failed") -> set[str
     return {name for name, result in by_check.items() if result.verdict == verdict}
 
 
-# Without faults.
-
-
 def halved(half: int) -> tuple[Any, ...]:
     """All checks except half of the schedules' and operators' checks."""
     checks = selftest.run.CHECKS
@@ -143,9 +140,6 @@ def test_one_rank(monkeypatch: Any) -> None:
     assert run.failed == 0, run.results
     verdicts = {result.check: result.verdict for result in run.results}
     assert verdicts["timeouts"] == verdicts["bandwidth of pairs"] == "not offered"
-
-
-# Ranks with a fault.
 
 
 def _wrong_columns_and_posts() -> None:
@@ -189,10 +183,8 @@ def _short_sums_a_slow_pair_and_no_kernels() -> None:
 
     rates = {(0, 1): 40.0, (0, 2): 41.0, (1, 2): 27.0}
     speed.alike = lambda measured, shared: alike(rates, shared=False)
-    engine.reduce = short_sum  # type: ignore[method-assign]
-    engine.capabilities = lambda self: replace(  # type: ignore[method-assign]
-        capabilities(self), movers=("dma",)
-    )
+    dma_only: Any = lambda self: replace(capabilities(self), movers=("dma",))  # noqa: E731
+    engine.reduce, engine.capabilities = short_sum, dma_only  # type: ignore[method-assign]
 
 
 def test_short_sums_a_slow_pair_and_no_kernels(monkeypatch: Any) -> None:
@@ -241,37 +233,28 @@ def _fails_while_timed() -> None:
         ficco.all_gather_matmul = call
 
 
-#: Fault of rank 1, settings, the check that fails, and part of its message.
-FAILING: dict[str, tuple[Callable[[], None], dict[str, float], str, str]] = {
-    "refuses": (
-        *(partial(_by_kernel, _refuses), {}),
-        *("copies by kernel", "rank 1: BackendError: moduleLoad"),
-    ),
-    "dies": (partial(_by_kernel, partial(os._exit, 7)), {}, "copies by kernel", "exit code 7"),
-    "hangs": (
-        *(partial(_by_kernel, partial(time.sleep, 1000)), {"limit_s": 3.0}),
-        *("copies by kernel", "limit 3 s"),
-    ),
-    # Its peers time out; the report must name the first error.
-    "fails while its peers time": (
-        *(_fails_while_timed, {"timeout_s": 1.0, "limit_s": 6.0}),
-        *("bandwidth of all pairs", "rank 1: MemoryError: no room"),
-    ),
-}
+#: Fault of rank 1 before copies by a kernel or, in the last row, while its peers time the bandwidth
+#: of all pairs; settings, and part of the message, which must name the first error.
+FAILING: list[tuple[Callable[[], Any], dict[str, float], str]] = [
+    (_refuses, {}, "rank 1: BackendError: moduleLoad"),
+    (partial(os._exit, 7), {}, "exit code 7"),
+    (partial(time.sleep, 1000), {"limit_s": 3.0}, "limit 3 s"),
+    (_fails_while_timed, {"timeout_s": 1.0, "limit_s": 6.0}, "rank 1: MemoryError: no room"),
+]
 
 
-@pytest.mark.parametrize("fault", FAILING)
-def test_a_rank_that_fails(fault: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("fault", "settings", "message"), FAILING)
+def test_a_rank_that_fails(fault: Any, settings: Any, message: str, monkeypatch: Any) -> None:
     """Only the check of the fault fails, none before or after it."""
-    breaks, settings, check, message = FAILING[fault]
+    by_kernel = fault is not _fails_while_timed
+    breaks = partial(_by_kernel, fault) if by_kernel else fault
     only = ["schedule serial:collective", "copies by kernel", "bandwidth of all"]
     checks = selftest_results(monkeypatch, breaks, only, replace(FAST, **settings))
+    check = "copies by kernel" if by_kernel else "bandwidth of all pairs"
     assert failed(checks) == {check} and message in checks[check].seen
 
 
-def test_the_command_reports_ranks_that_do_not_start(
-    monkeypatch: Any, tmp_path: Path, ran: Any
-) -> None:
+def test_ranks_that_do_not_start_are_reported(monkeypatch: Any, tmp_path: Path, ran: Any) -> None:
     checks = selftest_results(monkeypatch, os.abort, ["memory", "timeouts"])
     untried = {name for name, result in checks.items() if result.verdict == "not tried"}
     assert failed(checks) == {"start of ranks"} and untried == {"memory of peers", "timeouts"}
@@ -313,25 +296,23 @@ def _checked(kernels: Kernels | TorchKernels, monkeypatch: Any) -> str:
         return f"wrong: {error}"
 
 
+def _loses_sums_below_2(right: Any, out: torch.Tensor, parts: Any, at: Any) -> None:
+    right(out, parts, at)
+    if out.dtype == torch.float16:
+        out.div_(2).trunc_().mul_(2)
+
+
+PADDED = "4 x 33 x 100 torch.{} at 8 of 160 is wrong"
+SUMMED = [f"2 x 4096 torch.float{n} in torch.float16 is wrong" for n in (16, 32)]
 #: Replacement of the sum, expected parts of the message, and a part that must not occur.
 WRONG_SUMS: list[tuple[Callable[..., Any], list[str], str]] = [
     (lambda right, out, parts, at: right(out, parts[:8], at), ["sum of 16 x 7"], "8 x"),
     (  # sums the gaps between rows, too
         lambda right, out, parts, at: right(_wide(out), list(map(_wide, parts)), at),
-        [f"4 x 33 x 100 torch.{name} at 8 of 160 is wrong" for name in ("bfloat16", "float16")],
+        [PADDED.format(name) for name in ("bfloat16", "float16")],
         "2 x",
     ),
-    (  # loses sums below 2
-        lambda right, out, parts, at: (
-            right(out, parts, at),
-            out.dtype == torch.float16 and out.div_(2).trunc_().mul_(2),
-        ),
-        [
-            *(f"2 x 4096 torch.float{n} in torch.float16 is wrong" for n in (16, 32)),
-            "sum of 4 x 33 x 100 torch.float16 at 8 of 160 is wrong",
-        ],
-        "bfloat16",
-    ),
+    (_loses_sums_below_2, [*SUMMED, PADDED.format("float16")], "bfloat16"),
 ]
 
 
@@ -448,9 +429,7 @@ WRONG_KERNELS: list[tuple[dict[str, Callable[..., Any]], dict[str, int]]] = [
 
 
 @pytest.mark.parametrize("turn", range(len(WRONG_KERNELS)))
-def test_compiled_kernels_that_are_broken(
-    turn: int, host_kernels: Kernels, monkeypatch: Any
-) -> None:
+def test_broken_compiled_kernels(turn: int, host_kernels: Kernels, monkeypatch: Any) -> None:
     """The message has a line for each broken kernel and for its consequences, and no other line."""
     wrong, expected = WRONG_KERNELS[turn]
     for name, instead in wrong.items():
@@ -650,10 +629,7 @@ def _breaks_copies(fault: str, machine: str = "") -> None:
 
 
 def reported(
-    monkeypatch: Any,
-    only: Sequence[str],
-    breaks: Callable[[], None],
-    **settings: Any,
+    monkeypatch: Any, only: Sequence[str], breaks: Callable[[], None], **settings: Any
 ) -> tuple[dict[str, CheckResult], dict[str, Any]]:
     """Results of the self-test on the double, and its report after a round trip through JSON."""
     runs, right = [], selftest.run.selftest
@@ -791,11 +767,11 @@ def test_a_report_is_read_back_and_limits_copies(
     path = tmp_path / "mi300x.json"
     path.write_text(json.dumps(report))
     lines = ran("doctor --read", path.with_suffix(".md")).out.splitlines()
-    verdicts = {line.split(" | ")[0][2:]: line.split(" | ")[1] for line in lines[2:]}
+    verdicts = dict(line[2:].split(" | ")[:2] for line in lines[2:])
     assert list(verdicts) == [*probe.CLAIMS["hip"]]
     assert verdicts["processes can share signal memory"] == "proven"
     assert verdicts["float8 GEMMs are correct"] == "not tried"
-    assert sum(verdict == "refuted" for verdict in verdicts.values()) == 1
+    assert [*verdicts.values()].count("refuted") == 1
     machine = load(path.with_suffix(".yaml"))
     assert machine.largest_copy == LONGEST and machine.memory is not None
     # With this file the engine is exact on the same faulty runtime.
@@ -847,33 +823,6 @@ def test_figures_of_steps_before_a_crash_and_times_of_shapes(monkeypatch: Any) -
     assert "refuted" in line  # because the figures failed
 
 
-def _hangs_in_a_shape() -> None:
-    right = selftest.checks.call_times
-
-    def times(at: Any, group: Any, schedules: Any, sizes: Any, *rest: Any, **options: Any) -> Any:
-        if sizes[1] == 128:
-            time.sleep(1000)
-        return right(at, group, schedules, sizes, *rest, **options)
-
-    selftest.checks.call_times = times
-
-
-@pytest.mark.slow
-def test_times_of_shapes_if_one_hangs(monkeypatch: Any) -> None:
-    settings = {"shapes": "cpu", "shape_seconds": 0.0, "limit_s": 8.0}
-    checks, report = reported(monkeypatch, ["time of"], _hangs_in_a_shape, **settings)
-    assert failed(checks) == {"time of 512x128x256"}
-    timed = [row for name, row in checks.items() if name.startswith("time") and not row.instead]
-    assert len(timed) == 2
-    for result in timed:
-        assert min(result.facts["ms"].values()) > 0 and "serial:collective" in result.facts["ms"]
-    line = next(row for row in selftest.run.claims(report) if row.startswith("| any speed"))
-    assert "refuted" in line
-
-
-# Claims of the page, and hosts that cannot run the self-test.
-
-
 def known_rows() -> list[str]:
     """Names of all checks on AMD GPUs."""
     checks = (*selftest.run.CHECKS, *selftest.run.timed(SelftestSettings.of("cuda")))
@@ -900,25 +849,20 @@ def test_the_page_has_the_claims_of_the_selftest() -> None:
 @pytest.mark.parametrize(
     ("builds", "files", "message"),
     [
-        ({}, ("kfd", "amdgpu"), "is built for CPUs only and cannot use the AMD GPUs"),
-        ({"cuda": "13.0"}, ("kfd",), "is built for CUDA 13.0 and cannot use the AMD GPUs"),
-        ({"hip": "7.2"}, (), "kfd does not exist; start a container with --device /dev/kfd"),
-        ({"hip": "7.2"}, ("kfd",), "hip-python"),
-        ({}, (), ""),
+        ({}, "kfd amdgpu", "is built for CPUs only and cannot use the AMD GPUs"),
+        ({"cuda": "13.0"}, "kfd", "is built for CUDA 13.0 and cannot use the AMD GPUs"),
+        ({"hip": "7.2"}, "", "kfd does not exist; start a container with --device /dev/kfd"),
+        ({"hip": "7.2"}, "kfd", "hip-python"),
+        ({}, "", ""),
     ],
 )
 def test_hosts_that_cannot_run(
-    builds: dict[str, str],
-    files: Sequence[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: Any,
-    ran: Any,
+    builds: dict[str, str], files: str, message: str, tmp_path: Path, monkeypatch: Any, ran: Any
 ) -> None:
-    for name in files:
+    for name in files.split():
         (tmp_path / name).touch()
-    monkeypatch.setattr(doctor, "KFD", tmp_path / "kfd")
-    monkeypatch.setattr(doctor, "AMDGPU", tmp_path / "amdgpu")
+    for name in ("kfd", "amdgpu"):
+        monkeypatch.setattr(doctor, name.upper(), tmp_path / name)
     monkeypatch.setitem(sys.modules, "hip", None)  # hip-python is not installed
     monkeypatch.delitem(sys.modules, "ficco.dma.hip_api", raising=False)
     for name in ("cuda", "hip"):
@@ -938,30 +882,20 @@ def test_hosts_that_cannot_run(
 def test_a_driver_without_peer_access_and_no_runtime(tmp_path: Path, monkeypatch: Any) -> None:
     kfd = tmp_path / "kfd"
     kfd.touch()
-    for settings, message in (
-        ({"PEER": 0}, "GPU 0 cannot access the memory of GPU 1 (hipDeviceCanAccessPeer, 56"),
-        ({}, ""),
-    ):
-        (obstacle,) = hip_ranks.run(1, _unreachable, str(kfd), settings=settings)
-        assert message in obstacle and bool(message) == bool(obstacle)
-    (obstacle,) = ranks.run(1, _without_library, str(kfd), str(hip_ranks.wheel("7")))
+    (obstacle,) = hip_ranks.run(1, _obstacle, kfd, settings={"PEER": 0})
+    assert "GPU 0 cannot access the memory of GPU 1 (hipDeviceCanAccessPeer, 56" in obstacle
+    assert hip_ranks.run(1, _obstacle, kfd) == [""]
+    (obstacle,) = ranks.run(1, _obstacle, kfd, str(hip_ranks.wheel("7")))
     assert "libamdhip64.so cannot be opened; install ROCm 7.2 or later" in obstacle
 
 
-def _unreachable(at: ranks.Rank, kfd: str) -> str:
-    with (
-        mock.patch.object(torch.version, "hip", "7.2"),
-        mock.patch.object(doctor, "KFD", Path(kfd)),
-    ):
+def _obstacle(at: ranks.Rank, kfd: Path, wheel: str = "") -> str:
+    """The doctor's obstacle; with a ``wheel`` of hip-python there is no library for it."""
+    if wheel:
+        hip_ranks.bind(wheel)
+    patch = mock.patch.object
+    with patch(torch.version, "hip", "7.2"), patch(doctor, "KFD", kfd):
         return doctor.obstacle()
-
-
-def _without_library(at: ranks.Rank, kfd: str, wheel: str) -> str:
-    hip_ranks.bind(wheel)
-    return _unreachable(at, kfd)
-
-
-# Calls, and rates of links.
 
 
 def test_calls_are_shuffled_and_stale_data_shows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,8 +43,6 @@ from ficco.tools.tune.site import Site
 
 US = 1e-6
 
-# Fits.
-
 
 def test_copies_are_fitted_exactly() -> None:
     rates = {2.0**16: 60e9, 2.0**18: 60e9, 2.0**24: 350e9, 2.0**27: 380e9}
@@ -51,10 +51,8 @@ def test_copies_are_fitted_exactly() -> None:
         for size, rate in rates.items()
         for count in (3, 12)
     ])  # fmt: skip
-    assert fit.latency == pytest.approx(15 * US, rel=1e-6)
-    assert fit.gap == pytest.approx(3 * US, rel=1e-6)
-    assert dict(fit.curve) == pytest.approx(rates, rel=1e-6)
-    assert fit.error < 1e-6
+    assert (fit.latency, fit.gap) == pytest.approx((15 * US, 3 * US), rel=1e-6)
+    assert dict(fit.curve) == pytest.approx(rates, rel=1e-6) and fit.error < 1e-6
 
 
 def test_insufficient_times_are_refused() -> None:
@@ -82,14 +80,11 @@ def test_medians_and_straight_lines() -> None:
 
 
 def test_host_costs_are_fitted_exactly_and_never_negative() -> None:
-    numbers = [(1, 1, 3, 2), (1, 5, 3, 9), (1, 4, 12, 3), (1, 9, 24, 20), (0, 8, 0, 0)]
+    rows = np.array([(1, 1, 3, 2), (1, 5, 3, 9), (1, 4, 12, 3), (1, 9, 24, 20), (0, 8, 0, 0)])
     exact, bounded = (
-        fits.host([
-            fits.Enqueued((20 * c + 9 * m + 2 * t + signal * s) * US, c, m, t, s)
-            for c, m, t, s in numbers
-        ])
+        fits.host([fits.Enqueued(row @ (20, 9, 2, signal) * US, *row) for row in rows])
         for signal in (1.5, -0.2)
-    )  # fmt: skip
+    )
     costs = {"call": 20 * US, "matmul": 9 * US, "copy": 2 * US, "signal": 1.5 * US}
     assert exact == pytest.approx(costs, rel=1e-6)
     assert bounded["signal"] == 0.0 and min(bounded.values()) >= 0
@@ -126,14 +121,11 @@ def rows_of_products(truth: model.Gemm, counts: tuple[int, ...], noise: float = 
 @pytest.mark.parametrize(("burst", "sustained"), [(2e-3, 0.81), (5e-3, 0.9), (1e-3, 0.6)])
 def test_a_power_limit_is_recovered(burst: float, sustained: float) -> None:
     truth = replace(BLOCKS["gemm"], burst=burst, sustained=sustained)
-    rows = rows_of_products(truth, effort.GPU.rows)
-    fit = fits.heat(rows)
-    assert fit.limited and fit.error < 1e-3
-    assert fit.burst == pytest.approx(burst, rel=0.02)
-    assert fit.sustained == pytest.approx(sustained, rel=0.005)
-    noisy = fits.heat(rows_of_products(truth, effort.GPU.rows, noise=0.02))
-    assert noisy.burst == pytest.approx(burst, rel=0.3)
-    assert noisy.sustained == pytest.approx(sustained, rel=0.03)
+    for noise, of_burst, of_sustained in ((0.0, 0.02, 0.005), (0.02, 0.3, 0.03)):
+        fit = fits.heat(rows_of_products(truth, effort.GPU.rows, noise))
+        assert fit.limited and (noise or fit.error < 1e-3)
+        assert fit.burst == pytest.approx(burst, rel=of_burst)
+        assert fit.sustained == pytest.approx(sustained, rel=of_sustained)
     for sustained, noise in ((1.0, 0.1), (0.98, 0.0)):
         free = replace(BLOCKS["gemm"], burst=2e-3, sustained=sustained)
         fit = fits.heat(rows_of_products(free, effort.GPU.rows, noise))
@@ -142,18 +134,12 @@ def test_a_power_limit_is_recovered(burst: float, sustained: float) -> None:
 
 
 def test_rows_of_messages_give_latency_and_rate() -> None:
-    times = [
-        fits.CopyTime(size, count, 3e-4 + count * (5e-5 + size / 2e9))
-        for size in (1 << 14, 1 << 18, 1 << 22)
-        for count in (1, 4)
-    ]
+    sizes = itertools.product((1 << 14, 1 << 18, 1 << 22), (1, 4))
+    times = [fits.CopyTime(size, n, 3e-4 + n * (5e-5 + size / 2e9)) for size, n in sizes]
     assert fits.messages(times) == pytest.approx((5e-5, 2e9))
     shrinking = [fits.CopyTime(size, n, n * 1e-3 / size) for size in (1, 4) for n in (1, 4)]
     with pytest.raises(ValueError, match="grow with their bytes"):
         fits.messages(shrinking)
-
-
-# Measurements.
 
 
 def site_of(watch: Any, settings: effort.Effort = effort.CPU, kind: Any = Site) -> Site:
@@ -276,8 +262,6 @@ def test_a_plan_is_counted_as_the_host_enqueues_it() -> None:
     assert calls.counts(plan(sums, Schedule.parse("shard-overlap"), 0))[:2] == (3, 1)
 
 
-# Files.
-
 HERE = files.Fingerprint("cpu", 2)
 SOURCE = Provenance("measured")
 STEPS = "gemm copies kernel_copies topology all_gather reduce_scatter memory contention host"
@@ -319,10 +303,10 @@ def test_a_new_file_starts_from_the_shipped_file_and_keeps_others(
     folder = tmp_path / "mine"
     (folder / "inside").mkdir(parents=True)
     base = "tune --ranks 2 --device cpu --quick --out"
-    for path, kind in ((folder, "a folder"), (Path("/dev/null"), "something else")):
-        for options in ((), ("--fresh",)):
-            error = ran(base, path, *options, code=2).err
-            assert f"{path}: file: required a file, got {kind}" in error
+    kinds = {str(folder): "a folder", "/dev/null": "something else"}
+    for (path, kind), options in itertools.product(kinds.items(), ((), ("--fresh",))):
+        error = ran(base, path, *options, code=2).err
+        assert f"{path}: file: required a file, got {kind}" in error
     assert sorted(tmp_path.rglob("*")) == [folder, folder / "inside"]
 
 
@@ -346,9 +330,8 @@ def test_tune_lists_shapes_whose_schedule_changes(tmp_path: Path) -> None:
 
 def test_figures_are_rounded_and_shown_old_against_new() -> None:
     old = Machine("m", "cpu", 2, memory=model.Memory(1e10, 1e10, SOURCE))
-    new = replace(
-        old, memory=model.Memory(1e10, 1.23456789e10, SOURCE), topology=BLOCKS["topology"]
-    )
+    memory = model.Memory(1e10, 1.23456789e10, SOURCE)
+    new = replace(old, memory=memory, topology=BLOCKS["topology"])
     assert ("bandwidth", "10 GB/s", "12.35 GB/s") in changes(old, new, "memory")
     assert ("kind", "-", "switch") in changes(old, new, "topology")
     assert rounded((1.23456789, 3, "x", True)) == (1.2346, 3, "x", True)
@@ -357,29 +340,20 @@ def test_figures_are_rounded_and_shown_old_against_new() -> None:
     assert rounded(model.Memory(1.23456789e10, 1e10, SOURCE)).capacity == 12346000000.0
 
 
-# Runs with fake steps.
-
-
-def fake_measure(name: str, calls: Path, fault: str = "") -> Callable[[Site], Any]:
-    def measure(site: Site) -> Any:
-        with (calls / f"{site.watch.rank}").open("a") as file:
-            file.write(f"{name}\n")
-
-        def fail_on_one() -> None:
-            if site.watch.rank == 1:
-                raise MemoryError("no room")
-
-        if fault == "interrupt":
-            raise KeyboardInterrupt
-        if fault == "error" or (fault == "one rank" and site.watch.rank == 1):
-            raise RuntimeError("the device is gone")
-        if fault == "amid a round":
-            site.watch.time({"call": fail_on_one}, seconds=0.1)
-        if fault == "impossible":
-            return replace(BLOCKS[name], bandwidth=float("nan"))
-        return BLOCKS[name]
-
-    return measure
+def fake_measure(name: str, calls: Path, fault: str, site: Site) -> Any:
+    rank = site.watch.rank
+    with (calls / f"{rank}").open("a") as file:
+        file.write(f"{name}\n")
+    if fault == "interrupt":
+        raise KeyboardInterrupt
+    if fault == "error" or (fault == "one rank" and rank == 1):
+        raise RuntimeError("the device is gone")
+    if fault == "amid a round":
+        fails = mock.Mock(side_effect=MemoryError("no room") if rank == 1 else None)
+        site.watch.time({"call": fails}, seconds=0.1)
+    if fault == "impossible":
+        return replace(BLOCKS[name], bandwidth=float("nan"))
+    return BLOCKS[name]
 
 
 def tune_with(
@@ -393,7 +367,7 @@ def tune_with(
         save(machine, target)
 
     with pytest.MonkeyPatch.context() as patch:
-        fake = {name: fake_measure(name, Path(calls), faults.get(name, "")) for name in BLOCKS}
+        fake = {n: partial(fake_measure, n, Path(calls), faults.get(n, "")) for n in BLOCKS}
         patch.setattr(tuning, "MEASURES", fake)
         patch.setattr(effort, "STEPS", tuple(fake))
         patch.setattr(tuning, "save", save_if_room)
@@ -413,19 +387,17 @@ def test_a_run_goes_on_where_it_was_interrupted_unless_it_is_fresh(tmp_path: Pat
         paths = str(path), str(folder)
         broken = ranks.run(2, tune_with, *paths, {name: "interrupt"})
         assert [error for _, error in broken] == ["KeyboardInterrupt"] * 2
-        noted = Journal.read(path)
-        assert noted is not None and noted.done == tuple(BLOCKS)[:number]
+        done = tuple(BLOCKS)[:number]
+        assert Journal.read(path).done == done
         if number:
-            assert {b for b in BLOCKS if getattr(load(path), b)} == set(tuple(BLOCKS)[:number])
+            assert {b for b in BLOCKS if getattr(load(path), b)} == {*done}
         (outcome, _), _ = ranks.run(2, tune_with, *paths, {})
-        assert outcome.earlier == tuple(BLOCKS)[:number]
-        assert not outcome.failures and not outcome.error
+        assert outcome.earlier == done and not outcome.failures and not outcome.error
         machine = load(path)
         assert {block: getattr(machine, block) for block in BLOCKS} == BLOCKS
         assert Journal.read(path) is None, "the journal is left over"
         for rank in "01":  # only the interrupted step began twice
-            begun = (folder / rank).read_text().split()
-            assert sorted(begun) == sorted([*BLOCKS, name])
+            assert sorted((folder / rank).read_text().split()) == sorted([*BLOCKS, name])
     ranks.run(2, tune_with, *paths, {"memory": "interrupt"})
     (outcome, _), _ = ranks.run(2, tune_with, *paths, {}, True)
     assert outcome.earlier == () and outcome.done == list(BLOCKS)
@@ -469,9 +441,8 @@ def tune_and_die(at: ranks.Rank, path: str, calls: str, moment: str) -> None:
 @pytest.mark.parametrize(("step", "blocks"), [("file", ["gemm"]), ("journal", ["gemm", "copies"])])
 def test_killed_while_saving_nothing_is_lost(tmp_path: Path, step: str, blocks: list[str]) -> None:
     path = tmp_path / "m.yaml"
-    ended = ranks.run(
-        2, tune_and_die, str(path), str(tmp_path), step, fresh=True, catch=True, lost=(1,)
-    )
+    how: Any = {"fresh": True, "catch": True, "lost": (1,)}
+    ended = ranks.run(2, tune_and_die, str(path), str(tmp_path), step, **how)
     assert isinstance(ended[0], ranks.Died) and ended[0].exitcode == -signal.SIGKILL, ended
     machine = load(path)
     assert [block for block in BLOCKS if getattr(machine, block)] == blocks
@@ -491,9 +462,6 @@ def test_a_file_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
     for outcome, _ in ranks.run(2, tune_with, str(path), str(tmp_path), full):
         assert "No space left" in outcome.error and outcome.done == ["gemm"]
     assert load(path).gemm == BLOCKS["gemm"] and load(path).copies is None
-
-
-# Runs that measure.
 
 
 QUICK = effort.EFFORTS["cpu", True]
@@ -533,10 +501,9 @@ def test_a_machine_is_measured_and_the_figures_hold(tmp_path: Path) -> None:
     for recipe, block in SCALED_PRODUCTS.items():
         assert f" products of fp8-{recipe}, errors" in getattr(machine, block).provenance.note
     points = ranks.run(2, with_little, tuning.check, machine, "cpu")[0]
-    assert {p.block for p in points} == {
-        "gemm", "experts", "attention", "copies", "all_gather", "reduce_scatter", "all_to_all",
-        "all_reduce", "memory", "call", *SCALED_PRODUCTS.values(),
-    }  # fmt: skip
+    checked = "gemm experts attention copies all_gather reduce_scatter all_to_all all_reduce"
+    named = {*checked.split(), "memory", "call", *SCALED_PRODUCTS.values()}
+    assert {point.block for point in points} == named
     assert sum(p.subject.endswith(" in a row") for p in points) == 1
     # The ratio depends on the load of the machine, so only the signs are compared.
     assert all(p.stored > 0 and p.measured > 0 for p in points)
@@ -591,9 +558,6 @@ def test_copies_are_checked_against_their_block(crowded: bool, monkeypatch: Any)
     # A point holds within the tolerance on either side.
     for seconds, holds in (((1.25, 1.0), True), ((1.0, 1.26), False), ((1.26, 1.0), False)):
         assert tuning.Point("b", "x", *seconds).holds(0.25) == holds
-
-
-# Shapes.
 
 
 TABLE = ((5, 1), (2, 4))
@@ -673,8 +637,7 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, ran
     assert noted == [8, 16, 0, 4, 4, 4, 4, 4, 32]
     *problems, read = problem_log.read(log, 2)
     assert [(p.operator, p.rows, p.blocks, p.n) for p in problems] == [
-        ("all_gather_matmul", (4, 4), (), 8),
-        ("all_gather_matmul", (4, 4), (), 16),
+        *(("all_gather_matmul", (4, 4), (), n) for n in (8, 16)),
         ("matmul_reduce_scatter", (1, 5), (), 4),
         ("matmul_all_reduce", (3, 3), (), 4),
         ("all_to_all_matmul", (7, 5), TABLE, 4),
@@ -690,11 +653,8 @@ def test_logged_problems_are_explained_tuned_and_found_again(tmp_path: Path, ran
     decisions = json.loads(ran(f"{explain} --json").out)
     schedules = [decision["schedule"] for decision in decisions]
     assert [line.split(": ")[1].split(" ")[0] for line in lines] == schedules
-    for wrong, message in (
-        ("--m 4", "--from-log: required without --m"),
-        ("--operator experts", "--from-log: required without --operator"),
-        ("--world 5", "none"),
-    ):
+    for wrong in ("--m 4", "--operator experts", "--world 5"):
+        message = "none" if "world" in wrong else f"--from-log: required without {wrong.split()[0]}"
         assert message in ran(f"{explain} {wrong}", code=2).err
     for junk in (b"\xff", b"[" * 100_000, b'{"rows": [1], "n": 1e999}'):
         (tmp_path / "junk").write_bytes(junk)
@@ -726,9 +686,8 @@ def test_operators_choose_their_collectives_and_shapes(tmp_path: Path) -> None:
         (("all_gather_matmul",), set()),
         (("matmul_reduce_scatter", "matmul_all_to_all"), {"reduce_scatter", "all_to_all"}),
     ):
-        settings = tuning.TuneSettings(tmp_path / "m.yaml", "cpu", operators=operators)
-        assert {*settings.steps} & optional == measured
-        assert {"gemm", "all_gather", "thresholds"} <= {*settings.steps}
+        steps = {*tuning.TuneSettings(tmp_path / "m.yaml", "cpu", operators=operators).steps}
+        assert steps & optional == measured and {"gemm", "all_gather", "thresholds"} <= steps
     case = Case("x", 64, 16, 32, "float32")
     problems = calls.from_cases([case], 2, "cpu", ("all_gather_matmul", "matmul_all_reduce"))
     sizes = [(p.operator, p.n, p.k) for p in problems]
@@ -739,10 +698,9 @@ def test_operators_choose_their_collectives_and_shapes(tmp_path: Path) -> None:
 
 def test_the_fastest_of_each_mode_is_entered_and_replaces_the_older_entry() -> None:
     problem = Problem("all_gather_matmul", (4, 4), 8, 8, "float32")
-    times = {
-        "queued": {"serial:collective": 5.0, "serial": 4.0, "growing": 2.0, "shrinking": 3.0},
-        "idle": {"serial:collective": 5.0, "serial": 6.0, "growing": 8.0, "shrinking": 7.0},
-    }
+    names = ("serial:collective", "serial", "growing", "shrinking")
+    by_mode = {"queued": (5.0, 4.0, 2.0, 3.0), "idle": (5.0, 6.0, 8.0, 7.0)}
+    times = {mode: dict(zip(names, s, strict=True)) for mode, s in by_mode.items()}
     entry = calls.entry(problem, times, site_of(None))
     assert (entry.queued, entry.idle) == ("growing", "serial:collective")
     assert (entry.seconds, entry.serial) == ((2.0, 5.0), (4.0, 5.0))
@@ -770,9 +728,6 @@ def test_a_log_that_cannot_be_written_does_no_harm(tmp_path: Path, name: str) ->
     problem_log.note(f"{tmp_path}/{name}", problem, 0)  # the warning is not repeated
 
 
-# Groups on several hosts.
-
-
 def _tuned(at: ranks.Rank, path: Path, only: tuple[str, ...], hosts: int) -> Any:
     """Tune with fixed latencies and rates of messages, independent of this machine's pace."""
     fitted = mock.patch.object(fits, "messages", side_effect=[(1e-4, 2e9), (2e-4, 1e9)])
@@ -790,11 +745,9 @@ def test_the_network_of_two_hosts_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     for error, failures, done, rows in ranks.run(4, _tuned, path, ("network",), 2):
         assert not error and not failures and done == ["network"] and rows >= 4
-    machine = load(path)
-    network = machine.network
-    assert machine.ranks == 2 and network is not None
+    network = load(path).network
     assert (network.bandwidth, network.latency, network.sharing) == (2e9, 1e-4, 2)
-    assert network.provenance.source == "fitted"
+    assert load(path).ranks == 2 and network.provenance.source == "fitted"
     assert "2 hosts, gloo" in network.provenance.note
 
 

@@ -102,15 +102,9 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     # Schedules.
     (_scheduled("shard_overlap:pull"), "did you mean 'shard-overlap'"),
     (_scheduled(["growing"]), "schedule: required a name ... got ['growing']"),
-    (
-        _scheduled("serial", workspace_bytes=1),
-        "workspace_bytes ... at least ... serial ... pieces=",
-    ),
+    (_scheduled("serial", workspace_bytes=1), "workspace_bytes ... at least ... serial ... pieces"),
     # Words and marks, 11 cache lines, and a shard.
-    (
-        _scheduled("growing", workspace_bytes=1215),
-        "workspace_bytes: required at least 1216 for one step ... got 1215 ... pieces=",
-    ),
+    (_scheduled("growing", workspace_bytes=1215), "at least 1216 for one step ... 1215 ... pieces"),
     # Rows.
     (_rows([ROWS]), "rows: required 2 numbers ... got [4]"),
     (_rows([ROWS, -1]), "negative ... [4, -1]"),
@@ -145,10 +139,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (partial(ficco.empty, (4, 4), dtype="float32"), "dtype: required a torch.dtype ... 'float32'"),
     (partial(ficco.empty, (4, 4), device="gpu"), "device: required ... cpu ... 'gpu'"),
     (_explain("conv"), "InvalidArgument: ... operator ... all_gather_matmul ... 'conv'"),
-    (
-        _explain("all_gather_matmul", hosts=3),
-        "InvalidArgument: ... hosts ... divisor of 2 ... 3",
-    ),
+    (_explain("all_gather_matmul", hosts=3), "InvalidArgument: ... hosts ... divisor of 2 ... 3"),
     (_explain("all_gather_matmul", m=8.5), "m: required a whole number ... 8.5"),
     # Options.
     (_under({"engine": "cuda"}, _call(_a(), _b())), "engine='cuda'): ... on cuda ... some on cpu"),
@@ -207,7 +198,7 @@ def test_rows_of_any_integer_type_are_accepted(at: Rank) -> None:
 def test_a_group_without_this_rank_and_a_destroyed_group_are_refused(at: Rank) -> None:
     group, failures = dist.new_group([0]), []
     if at.rank == 1:
-        failures.append((caught(_call(_a(), _b(), group=group)), ("this rank is in",)))
+        failures.append((caught(_call(_a(), _b(), group=group)), "this rank is in"))
     else:
         assert (ficco.all_gather_matmul(_a(), _b(), group=group) == K).all()
         leave(group)
@@ -218,12 +209,12 @@ def test_a_group_without_this_rank_and_a_destroyed_group_are_refused(at: Rank) -
                 ficco.all_gather_matmul(_a(), _b(), group=group)
             dist.destroy_process_group(group)
             failure = caught(_call(_a(), _b(), group=group))
-        failures.append((failure, ("destroyed", "ficco.close")))
+        failures.append((failure, "destroyed.*ficco.close"))
         ficco.close(group)
     exact(at, equal(at.world, ROWS, K, N), 0)
     for failure, words in failures:
         assert isinstance(failure, Failure) and failure.type == "ValueError", failure
-        assert all(word in failure.text for word in ("group", "required", *words)), failure.text
+        assert re.search(f"group.*required.*{words}", failure.text), failure.text
 
 
 @on_ranks(2)
@@ -245,27 +236,25 @@ def test_no_process_group() -> None:
             fn()
 
 
-OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"timeout_s": 0}, ("timeout_s", "above 0", "0")),
-    ({"timeout_s": float("nan")}, ("timeout_s", "nan")),
-    ({"timeout_s": "soon"}, ("timeout_s", "'?soon")),
-    ({"timeout_s": ""}, ("timeout_s", "or None", "''")),
-    ({"on_timeout": "ignore"}, ("on_timeout", "abort, raise", "'ignore'")),
-    ({"signals": "smoke"}, ("signals", "auto, write, copy", "'smoke'")),
-    ({"workspace_bytes": -1}, ("workspace_bytes", "at least 0", "-1")),
-    ({"workspace_bytes": "1 GiB"}, ("workspace_bytes", "1 GiB")),
-    ({"engine": "tpu"}, ("engine", "cpu", "'tpu'")),
-    ({"timeout": 5}, ("timeout_s", "'timeout'")),
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"timeout_s": 0}, "timeout_s.*above 0.*0"),
+    ({"timeout_s": float("nan")}, "timeout_s.*nan"),
+    ({"timeout_s": "soon"}, "timeout_s.*soon"),
+    ({"timeout_s": ""}, "timeout_s.*or None.*''"),
+    ({"on_timeout": "ignore"}, "on_timeout.*abort, raise.*'ignore'"),
+    ({"signals": "smoke"}, "signals.*auto, write, copy.*'smoke'"),
+    ({"workspace_bytes": -1}, "workspace_bytes.*at least 0.*-1"),
+    ({"workspace_bytes": "1 GiB"}, "workspace_bytes.*1 GiB"),
+    ({"engine": "tpu"}, "engine.*cpu.*'tpu'"),
+    ({"timeout": 5}, "timeout_s.*'timeout'"),
 ]
 
 
 def test_options() -> None:
     functions: tuple[Callable[..., Any], ...] = ficco.options, ficco.set_options
-    for fn, (changes, patterns) in product(functions, OPTIONS):
-        with pytest.raises(ValueError) as error, fn(**changes) or nullcontext():
+    for fn, (changes, pattern) in product(functions, OPTIONS):
+        with pytest.raises(ValueError, match=pattern), fn(**changes) or nullcontext():
             pass
-        for pattern in patterns:
-            assert re.search(pattern, str(error.value)), error.value
     with ficco.options(machine=Path("a.yaml"), log_problems=Path("log")) as options:
         assert (options.machine, options.log_problems) == ("a.yaml", "log")
     assert current() == ficco.Options()  # a refused change has no effect
@@ -303,16 +292,8 @@ def test_options_nest_and_follow_the_context() -> None:
         ficco.set_options(timeout_s=None)
 
 
-TIMEOUT = {
-    "operator": "all_gather_matmul",
-    "rank": 1,
-    "peer": 2,
-    "step": "2.0>1",
-    "schedule": "growing",
-    "seconds": 3.25,
-    "wanted": 1,
-    "found": 0,
-}
+WAIT: dict[str, Any] = {"rank": 1, "peer": 2, "step": "2.0>1", "schedule": "growing"}
+TIMEOUT = {"operator": "all_gather_matmul", **WAIT, "seconds": 3.25, "wanted": 1, "found": 0}
 
 
 def facts_of(error: ficco.FiccoError) -> dict[str, Any]:
@@ -330,7 +311,7 @@ def test_either_error_of_a_survivor_has_all_facts_of_the_wait() -> None:
     failed = ficco.PeerFailed({1: reason_of(timeout)}, {1: timeout})
     for error in (timeout, failed):
         (wait,) = error.timeouts.values()
-        assert (wait.rank, wait.peer, wait.step, wait.schedule) == (1, 2, "2.0>1", "growing")
+        assert {name: getattr(wait, name) for name in WAIT} == WAIT
         assert (wait.seconds, wait.ended) == (3.25, True)
         words = "all_gather_matmul: rank 1 waited 3.2 s for rank 2 on host h1 at step '2.0>1' of"
         assert words in str(error) and "The process of rank 2 on host h1 has ended" in str(error)
@@ -360,9 +341,8 @@ def test_exceptions_survive_pickling() -> None:
 
 
 def test_exception_tree() -> None:
-    text = str(ficco.SignalTimeout(**TIMEOUT))
-    for word in ("all_gather_matmul", "rank 1 ", "rank 2", "2.0>1", "growing", "3.2", "found 0"):
-        assert word in text
+    words = ("all_gather_matmul", "rank 1 ", "rank 2", "2.0>1", "growing", "3.2", "found 0")
+    assert all(word in str(ficco.SignalTimeout(**TIMEOUT)) for word in words)
     text = str(ficco.RankMismatch({0: "this", 1: "that", 2: "this"}))
     assert "ranks 0, 2: this" in text and "rank 1: that" in text
     assert "rows=" not in text and "pad" not in text
@@ -381,12 +361,8 @@ def test_exception_tree() -> None:
     assert "output of rank 1 and rank 2" in text and "ficco.close(group)" in text
 
 
-RELEASES = {
-    "torchtitan": "0.3.0",
-    "transformers": "5.23",
-    "megatron": "megatron-core 0.16",
-    "vllm": "0.32",
-}
+RELEASES = {"torchtitan": "0.3.0", "transformers": "5.23", "megatron": "megatron-core 0.16"}
+RELEASES["vllm"] = "0.32"
 
 
 @pytest.mark.parametrize("package", RELEASES)
@@ -400,8 +376,5 @@ def test_an_integration_without_its_client_names_the_release(
     with pytest.raises(ImportError) as error:
         module = importlib.import_module(name)
         module.register()  # vLLM's plug-in imports the module even if vLLM is missing
-    text, release = str(error.value), RELEASES[package]
-    assert text.startswith(
-        f"{package}: required release {release} or one that has the same modules"
-    )
-    assert ", got " in text and text.endswith("; install that release")
+    release = f"{package}: required release {RELEASES[package]} or one that has the same modules"
+    assert re.fullmatch(f"{release}.*, got .*; install that release", str(error.value), re.DOTALL)

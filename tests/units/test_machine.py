@@ -14,30 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ficco.errors import ConfigError
-from ficco.machine import (
-    Collective,
-    Copies,
+from ficco.machine import Collective, Copies, Gemm, Machine, Provenance, Tuned, configs, files
+from ficco.machine import text as as_yaml
+from ficco.machine.files import (
     Fingerprint,
-    Gemm,
-    Machine,
-    Provenance,
-    Thresholds,
-    Topology,
-    Tuned,
-    configs,
     digest,
     dumps,
-    files,
     find,
-    interpolate,
     load,
     loads,
     nearest,
     save,
     user_dir,
 )
-from ficco.machine import text as as_yaml
-from ficco.machine.model import Count, OneOf, Points, Quantity
+from ficco.machine.model import Count, OneOf, Points, Quantity, Thresholds, Topology, interpolate
 from ficco.tools.tune.fits import ENOUGH, Sample, errors, fit
 
 MEASURED = Provenance("measured", "2026-11-21", command="ficco tune", torch="2.11.0")
@@ -71,10 +61,8 @@ def test_quantities_are_read_and_printed() -> None:
         ("80 GB", "B", 80e9), ("1.3074 PFLOP/s", "FLOP/s", 1.3074e15), ("100 B", "B", 100.0),
     ):  # fmt: skip
         assert files.quantity(text, unit) == value and files.quantity_text(value, unit) == text
-    for text, unit, value in (
-        ("1.5 KiB", "B", 1536.0), ("1.5e11 FLOP", "FLOP", 1.5e11), ("  7  ms ", "s", 7e-3)
-    ):  # fmt: skip
-        assert files.quantity(text, unit) == value
+    others = {"1.5 KiB": 1536.0, "1.5e11 B": 1.5e11, "  7  kB ": 7e3}
+    assert [files.quantity(text, "B") for text in others] == [*others.values()]
     for wrong in ("64 Gb/s", "64", "64 us", "64GB/s", "GB/s", "1 mB/s", "1 2 B/s", 64e9, None, ""):
         with pytest.raises(ValueError, match="required a quantity in B/s such as '.*', got "):
             files.quantity(wrong, "B/s")
@@ -101,11 +89,11 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
             lambda points: tuple(sorted(points.items()))
         )
     if get_origin(kind) is tuple:
-        arms = get_args(kind)
-        if arms[-1] is Ellipsis:
-            least = int(arms[0] == Count)  # tiles and splits
-            return st.lists(values(arms[0]), min_size=least, max_size=2).map(tuple)
-        return st.tuples(*(values(arm) for arm in arms))
+        first, *rest = get_args(kind)
+        if rest == [Ellipsis]:
+            least = int(first == Count)  # tiles and splits
+            return st.lists(values(first), min_size=least, max_size=2).map(tuple)
+        return st.tuples(*map(values, (first, *rest)))
     if kind is str:
         return st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=8)
     note = note or Quantity()
@@ -162,9 +150,6 @@ def test_shipped_files(name: str) -> None:
             assert by.source not in ("measured", "fitted") or by.torch or name == "mi300x-8"
 
 
-# Damaged files.
-
-
 def without(line: str) -> str:
     """Return the small machine's file without a line, which must be unique."""
     assert sum(text.strip() == line for text in TEXT.splitlines()) == 1, line
@@ -186,16 +171,11 @@ BANDWIDTH = "topology.bandwidth"
         (without("ranks: 2"), "ranks", "is missing; required a number of at least 1"),
         (without("kind: mesh"), "topology.kind", "is missing; required one of mesh, switch"),
         (replaced("engines:", "motors:"), "copies.motors", "is unknown; known here are engines,"),
-        *(
-            (replaced("ranks: 2", f"ranks: {value}"), "ranks", f"required {expected}")
-            for value, expected in (
-                ("0", "a number of at least 1, got 0"),
-                ("1.5", "a whole number, got 1.5"),
-                ("true", "a number, got True"),
-                (".nan", "a number of at least 1, got nan"),
-                ("", "a number, got None"),
-            )
-        ),
+        (replaced("ranks: 2", "ranks: 0"), "ranks", "required a number of at least 1, got 0"),
+        (replaced("ranks: 2", "ranks: 1.5"), "ranks", "required a whole number, got 1.5"),
+        (replaced("ranks: 2", "ranks: true"), "ranks", "required a number, got True"),
+        (replaced("ranks: 2", "ranks: .nan"), "ranks", "required a number of at least 1, got nan"),
+        (replaced("ranks: 2", "ranks: "), "ranks", "required a number, got None"),
         (replaced("name: small", "name: 7"), "name", "required a text, got 7"),
         (replaced("kind: mesh", "kind: ring"), "topology.kind", "one of mesh, switch, got 'ring'"),
         (replaced("64 GB/s", "64 GHz"), BANDWIDTH, "a quantity in B/s such as '64 GB/s'"),
@@ -203,11 +183,7 @@ BANDWIDTH = "topology.bandwidth"
             (replaced("64 GB/s", f"{value} GB/s"), BANDWIDTH, f"in B/s above 0, got '{value} GB/s'")
             for value in ("0", "inf", "-1")
         ),
-        (
-            replaced("kind: mesh", "kind: mesh\n  sharing: 1.5"),
-            "topology.sharing",
-            "required a number above 0 and at most 1, got 1.5",
-        ),
+        (replaced("  kind", "  sharing: 1.5\n  kind"), "topology.sharing", "at most 1, got 1.5"),
         (replaced("15 us", "1e400 us"), "copies.latency", "got '1e400 us', which is not finite"),
         (replaced("15 us", "-15 us"), "copies.latency", "a quantity in s of at least 0, got '-15"),
         *(
@@ -238,10 +214,10 @@ def test_a_damaged_file_names_the_place(text: str, key: str, expected: str, tmp_
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load(path)
-    assert caught.value.source == str(path)
-    assert caught.value.key == key or (key == "line" and caught.value.key.startswith("line "))
-    assert expected in caught.value.expected
-    assert str(caught.value).startswith(f"{path}: {caught.value.key}: ")
+    error = caught.value
+    assert error.source == str(path) and expected in error.expected
+    assert error.key == key or (key == "line" and error.key.startswith("line "))
+    assert str(error).startswith(f"{path}: {error.key}: ")
 
 
 def test_a_file_that_is_nested_too_deep_or_cut_short_or_cannot_be_read(tmp_path: Path) -> None:
@@ -265,17 +241,15 @@ def test_values_that_a_file_may_hold() -> None:
         (1e-3, 2e-3), (3e-3, 4e-3), MEASURED,
     )  # fmt: skip
     assert loads(dumps(replace(SMALL, tuned=(unknown,)))).tuned == (unknown,)
-    text = dumps(replace(SMALL, tuned=(unknown, unknown))).replace("bfloat16", "int4", 1)
-    with pytest.raises(ConfigError, match=r"tuned\[0\]\.dtype: required one of bfloat16, "):
-        loads(text)
-    with pytest.raises(ConfigError, match=r"tuned\[0\]\.seconds\[1\]: required .* above 0"):
-        loads(dumps(replace(SMALL, tuned=(replace(unknown, seconds=(1.0, 0.0)),))))
     tiled = replace(SMALL, gemm=Gemm(1e12, 1, 0, 1, 0, 1e9, MEASURED, splits=(1, 2)))
-    with pytest.raises(ConfigError, match="gemm: required at least one number in splits"):
-        loads(dumps(tiled).replace("splits: [1, 2]", "splits: []"))
-
-
-# Saving.
+    late, twice = replace(unknown, seconds=(1.0, 0.0)), (unknown, unknown)
+    for machine, changes, message in (
+        (replace(SMALL, tuned=twice), ("bfloat16", "int4", 1), r"\[0\]\.dtype: required one of bf"),
+        (replace(SMALL, tuned=(late,)), ("", ""), r"\[0\]\.seconds\[1\]: required .* above 0"),
+        (tiled, ("splits: [1, 2]", "splits: []"), "gemm: required at least one number in splits"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            loads(dumps(machine).replace(*changes))
 
 
 @pytest.mark.parametrize("moment", ["replace", "fsync"])
@@ -304,10 +278,8 @@ def test_a_process_that_dies_while_it_saves_leaves_no_machine(home: Path) -> Non
         os.fsync = lambda _: os._exit(9)
         save(replace(SMALL, ranks=3), home / "small.yaml")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert load(home / "small.yaml") == SMALL
-    assert len(os.listdir(home)) == 2
-    assert find(None, Fingerprint("Some GPU", 3)) is None
-    assert find(None, Fingerprint("Some GPU", 2)) == SMALL
+    assert load(home / "small.yaml") == SMALL and len(os.listdir(home)) == 2
+    assert [find(None, Fingerprint("Some GPU", ranks)) for ranks in (2, 3)] == [SMALL, None]
 
 
 def test_an_invalid_machine_is_not_written(tmp_path: Path) -> None:
@@ -321,9 +293,6 @@ def test_an_invalid_machine_is_not_written(tmp_path: Path) -> None:
     assert load(path) == SMALL
     with pytest.raises(ConfigError, match="file: cannot be written: "):
         save(SMALL, path / "small.yaml")
-
-
-# The search for the machine of this host.
 
 
 def test_the_order_in_which_machines_are_found(
@@ -370,9 +339,7 @@ def test_an_unknown_name_lists_the_machines(home: Path, monkeypatch: pytest.Monk
     assert caught.value.source == "FICCO_MACHINE"
 
 
-def test_unreadable_files_of_the_user_are_passed_over(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_of_the_user_are_passed_over(home: Path, monkeypatch: Any) -> None:
     save(SMALL, home / "b.yaml")
     half = TEXT[: len(TEXT) // 2]
     (home / "a.yaml").write_text(half)
@@ -397,15 +364,16 @@ def test_unreadable_files_of_the_user_are_passed_over(
 
 
 def test_the_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert user_dir() == tmp_path / "user"
-    monkeypatch.delenv("FICCO_CONFIG_DIR")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert user_dir() == tmp_path / "ficco"
-    monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert user_dir() == tmp_path / ".config" / "ficco"
-    monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a user without a name
+    for variable, folder in (
+        ("FICCO_CONFIG_DIR", tmp_path / "user"),
+        ("XDG_CONFIG_HOME", tmp_path / "ficco"),
+        ("HOME", tmp_path / ".config/ficco"),
+    ):
+        assert user_dir() == folder
+        monkeypatch.delenv(variable)
     assert user_dir() == Path("/nonexistent/.config/ficco")
 
 
@@ -415,11 +383,9 @@ def test_digests_are_of_facts() -> None:
     for same in ({"topology": annotated, "source": "elsewhere"}, {"topology": integral}):
         assert digest(replace(SMALL, **same)) == digest(SMALL)
     assert 0 <= digest(SMALL) < 2**40
-    changes: tuple[dict[str, Any], ...] = (
-        {}, {"ranks": 4}, {"margin": 0.03}, {"copies": None},
-        {"copies": None, "kernel_copies": SMALL.copies},
-        {"copies": replace(SMALL.copies, gap=3.0001e-6)},
-    )  # fmt: skip
+    moved = {"copies": None, "kernel_copies": SMALL.copies}
+    changes: list[dict[str, Any]] = [{}, {"ranks": 4}, {"margin": 0.03}, {"copies": None}, moved]
+    changes.append({"copies": replace(SMALL.copies, gap=3.0001e-6)})
     assert len({digest(replace(SMALL, **change)) for change in changes}) == len(changes)
 
 
@@ -470,8 +436,8 @@ def test_waves_the_parts_of_a_tile_and_memory_limits() -> None:
 
 def test_other_dtypes_nothing_to_do_and_a_power_limit() -> None:
     gemm = replace(WAVES, shares=((2.0, 1.0), (4.0, 0.5), (8.0, 0.25)))
-    assert gemm.seconds(20, 20, 5, itemsize=4) == pytest.approx(1.0 + 8.0)
-    assert gemm.seconds(20, 20, 5, itemsize=8) == pytest.approx(1.0 + 16.0)
+    for itemsize, seconds in ((4, 1.0 + 8.0), (8, 1.0 + 16.0)):
+        assert gemm.seconds(20, 20, 5, itemsize=itemsize) == pytest.approx(seconds)
     for size in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         assert gemm.times(*size) == (0.0, 0.0)
     assert gemm.seconds(1, 1, 1, batch=0) == 0.0
@@ -503,9 +469,6 @@ def test_times_are_sane(m: int, n: int, k: int, batch: int, itemsize: int, wide:
     assert math.isfinite(time)
 
 
-# The fit.
-
-
 def sampled(gemm: Gemm, sizes: list[tuple[int, int, int]], **rest: Any) -> list[Sample]:
     full = {"batch": 1, "itemsize": 2, "wide": False, **rest}
     return [Sample(*mnk, **full, seconds=gemm.seconds(*mnk, **full)) for mnk in sizes]
@@ -518,12 +481,8 @@ GRID = [
 
 def test_a_fit_recovers_the_machine_of_the_samples_despite_outliers() -> None:
     truth = replace(H200, shares=((2.0, 1.0), (4.0, 0.1)))
-    samples = [
-        *sampled(truth, GRID),
-        *sampled(truth, GRID[::3], wide=True),
-        *sampled(truth, GRID[::4], batch=3),
-        *sampled(truth, GRID[::3], itemsize=4),
-    ]
+    samples = sampled(truth, GRID) + sampled(truth, GRID[::3], wide=True)
+    samples += sampled(truth, GRID[::4], batch=3) + sampled(truth, GRID[::3], itemsize=4)
     assert len(samples) >= ENOUGH
     slow = [replace(s, seconds=3 * s.seconds) if i % 12 == 0 else s for i, s in enumerate(samples)]
     fitted = fit(slow, units=132, peak=truth.peak)

@@ -8,30 +8,12 @@ from itertools import product
 import pytest
 
 from docs.make import rule_table
-from ficco.heuristics import (
-    Observation,
-    candidates,
-    decide,
-    fit_thresholds,
-    losses,
-    problem_of_sizes,
-    rule,
-)
+from ficco.heuristics import Observation, candidates, decide, fit_thresholds, problem_of_sizes, rule
 from ficco.heuristics.candidates import is_serial, on_mesh
 from ficco.heuristics.decide import held_bytes
-from ficco.heuristics.model import Prediction, choose, copy_loss, gemm_loss, lacking
-from ficco.machine import (
-    Collective,
-    Contention,
-    Copies,
-    Gemm,
-    Host,
-    Machine,
-    Memory,
-    Provenance,
-    Thresholds,
-    Topology,
-)
+from ficco.heuristics.model import Prediction, choose, copy_loss, gemm_loss, lacking, losses
+from ficco.machine import Collective, Copies, Machine, Memory, Provenance, Thresholds, Topology
+from ficco.machine.model import flat
 from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import Schedule, plan, refusal, same_plans
 from ficco.simulate import predict
@@ -41,21 +23,17 @@ ASSUMED = Provenance("assumed")
 #: Round figures: a product of one tile takes 1 ms, a copy of 8 MiB takes 1 ms.
 TILE_S = 1e-3
 RATE = 2.0**23 / 1e-3
-MACHINE = Machine(
+FLAT = flat(2.0 * 1024 * 1024 * 4096 / TILE_S, RATE, 1e15, ranks=4)
+MACHINE = replace(
+    FLAT,
     name="toy",
     accelerator="toy",
-    ranks=4,
-    topology=Topology("switch", RATE, ASSUMED),
     copies=Copies(2, 0.0, 0.0, ((1, RATE), (2**40, RATE)), ASSUMED),
+    kernel_copies=None,
     all_gather=Collective(((1, 3e-3), (2**23, 3e-3)), ASSUMED),
-    gemm=Gemm(
-        peak=2.0 * 1024 * 1024 * 4096 / TILE_S, units=1, launch=0.0, efficiency=1.0, start=0.0,
-        tile_rows=(1024,), tile_cols=(1024,), bandwidth=1e15, provenance=ASSUMED,
-    ),
+    gemm=replace(FLAT.gemm, tile_rows=(1024,), tile_cols=(1024,), bandwidth=1e15),
     memory=Memory(1e12, 1e15, ASSUMED, 0.0),
-    contention=Contention(1.0, 1.0, 1.0, 1.0, ASSUMED),
-    host=Host(0.0, 0.0, 0.0, 0.0, 0.0, ASSUMED),
-)  # fmt: skip
+)
 
 #: The same machine with 8 ranks and a link between each two ranks.
 MESH = replace(MACHINE, name="mesh", ranks=8, topology=Topology("mesh", RATE, ASSUMED))
@@ -71,16 +49,8 @@ def problem(m: int, n: int, k: int, world: int = 4) -> Problem:
 def invented(**seconds: tuple[float, ...]) -> list[Prediction]:
     """Return predictions from seconds per mode, by short name of a schedule."""
     names = {"collective": "serial:collective", "overlap": "shard-overlap"}
-    return [
-        Prediction(
-            Schedule.parse(names.get(name, name)),
-            dict(zip(("queued", "idle"), times, strict=False)),
-        )
-        for name, times in seconds.items()
-    ]
-
-
-# Choosing.
+    modes = {name: dict(zip(("queued", "idle"), s, strict=False)) for name, s in seconds.items()}
+    return [Prediction(Schedule.parse(names.get(name, name)), s) for name, s in modes.items()]
 
 
 def test_the_fastest_schedule_or_the_smallest_worst_loss_is_taken() -> None:
@@ -132,16 +102,11 @@ def test_an_eager_call_takes_nothing_that_loses_to_serial_in_a_mode() -> None:
     predictions = invented(
         collective=(4e-3, 4e-3), serial=(6e-3, 6e-3), overlap=(2e-3, 4.4e-3), growing=(3e-3, 3.9e-3)
     )
-    assert str(choose(predictions, MACHINE, "queued").chosen.schedule) == "shard-overlap"
-    assert str(choose(predictions, MACHINE, "idle").chosen.schedule) == "growing"
-    assert str(choose(predictions, MACHINE, "eager").chosen.schedule) == "growing"
-    without = predictions[:3]
-    choice = choose(without, MACHINE, "eager")
+    for mode, name in (("queued", "shard-overlap"), ("idle", "growing"), ("eager", "growing")):
+        assert str(choose(predictions, MACHINE, mode).chosen.schedule) == name
+    choice = choose(predictions[:3], MACHINE, "eager")
     assert str(choice.chosen.schedule) == "serial:collective"
     assert "shard-overlap is predicted to take 2 ms queued and 4.4 ms idle" in choice.reason
-
-
-# Candidates.
 
 
 def test_candidates_are_served_by_the_device_and_measured() -> None:
@@ -187,8 +152,6 @@ def test_the_first_candidate_on_a_switch_and_the_copy_lanes_on_a_mesh() -> None:
     assert {(schedule.copy, schedule.order) for schedule in lanes.values()} == {(7, "piece")}
 
 
-# The rule.
-
 MARKS = Thresholds(1e12, 5e12, ASSUMED)
 
 
@@ -228,8 +191,8 @@ def test_the_rule_reads_a_scatter_as_the_transposed_gather() -> None:
 
 def test_blocks_that_a_prediction_and_the_literal_rule_need() -> None:
     bare = replace(MACHINE, gemm=None, host=None)
-    assert lacking(MACHINE, "eager") == ()
-    assert lacking(bare, "eager") == ("gemm", "host") and lacking(bare, "queued") == ("gemm",)
+    assert lacking(MACHINE, "eager") == () and lacking(bare, "queued") == ("gemm",)
+    assert lacking(bare, "eager") == ("gemm", "host")
     marks = rule_table.literal(MACHINE)  # with the peak of the machine
     assert (marks.low, marks.high) == (MACHINE.gemm.peak, 5 * MACHINE.gemm.peak)
     with pytest.raises(ValueError, match="required its block gemm"):
@@ -261,9 +224,6 @@ def test_thresholds_are_fitted_to_the_fastest_schedules_and_weigh_losses() -> No
     assert [rule(sized, marks)[0] for sized in (small, large)] == [*names[1:]]
 
 
-# Losses.
-
-
 def test_contention_by_hand() -> None:
     busy = replace(MACHINE, contention=replace(MACHINE.contention, gemm_under_copies=2.0))
     for name, least, most in (("shard-overlap", 1.2, 2.0), ("serial", 1.0, 1.0)):
@@ -271,24 +231,18 @@ def test_contention_by_hand() -> None:
 
 
 def test_decomposition_of_the_product_by_hand() -> None:
-    # 4 tiles in sequence take 4 ms. A piece of half a shard takes the time of a whole tile.
-    for name, loss in (
-        ("serial:collective", 1.0),
-        ("shard-overlap", 1.0),
-        ("shard-overlap:pieces=2", (1 + 6) / 4),
-        ("uniform-fused-1d", 4.0),  # a batch of four pieces of 256 rows, a tile for each
-    ):
-        assert gemm_loss(PROBLEM, plan(PROBLEM, Schedule.parse(name), 0), MACHINE) == pytest.approx(
-            loss
-        ), name
+    # 4 tiles in sequence take 4 ms. A piece of half a shard takes the time of a whole tile. The
+    # last schedule multiplies a batch of four pieces of 256 rows, a tile for each.
+    losses = {"serial:collective": 1.0, "shard-overlap": 1.0, "shard-overlap:pieces=2": (1 + 6) / 4}
+    for name, loss in (losses | {"uniform-fused-1d": 4.0}).items():
+        rank_plan = plan(PROBLEM, Schedule.parse(name), 0)
+        assert gemm_loss(PROBLEM, rank_plan, MACHINE) == pytest.approx(loss), name
 
 
 def test_a_rank_without_products_has_no_loss() -> None:
-    for operator, table in (
-        ("all_to_all_matmul", [[0, 256], [0, 256]]),
-        ("all_to_all_transposed_matmul", [[0, 256], [0, 256]]),
-        ("matmul_all_to_all", [[0, 0], [256, 256]]),
-    ):
+    sends, takes = [[0, 0], [256, 256]], [[0, 256], [0, 256]]
+    for operator in (name for name, kind in OPERATORS.items() if kind.blocks):
+        table = sends if OPERATORS[operator].scatters else takes
         blocks = Problem.of_blocks(operator, table, 1024, 1024, "bfloat16")
         decision = decide(blocks, machine=replace(MACHINE, ranks=2))
         assert decision.source == "model"

@@ -6,37 +6,26 @@ from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from ranks import SLOW
 
 from ficco.errors import ConfigError
-from ficco.machine import (
-    Collective,
-    Contention,
-    Copies,
-    Gemm,
-    Host,
-    Machine,
-    Memory,
-    Provenance,
-    Topology,
-)
+from ficco.machine import Collective, Contention, Copies, Gemm, Host, Machine, Memory, Topology
 from ficco.machine.model import flat
 from ficco.plan import Plan, Product, Products, Reduction, Region, Signal, Step, Transfer, in_parts
 from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.simulate import MODES, predict, simulate
 from ficco.simulate.timeline import Bar, Timeline, dumps, loads, work
-from ficco.tools import cli
 from ficco.tools.bench import draw as drawing
 from ficco.tools.bench.draw import draw
-
-GIVEN = Provenance("assumed")
 
 #: All rates are 1, so that seconds can be counted: a copy takes its bytes, a product its
 #: operations, a placement its bytes twice.
 ONE = flat(1.0, 1.0, 1.0)
+GIVEN = ONE.topology.provenance
 
 TOY = Machine(
     name="toy",
@@ -74,11 +63,8 @@ def seconds(problem: Problem, name: str, machine: Machine, mode: str = "queued")
 
 
 def bars_of(timeline: Timeline, rank: int, kind: str) -> list[tuple[float, float]]:
-    return [
-        (round(bar.start_s, 9), round(bar.stop_s, 9))
-        for bar in timeline.ranks[rank]
-        if bar.kind == kind
-    ]
+    bars = (bar for bar in timeline.ranks[rank] if bar.kind == kind)
+    return [(round(bar.start_s, 9), round(bar.stop_s, 9)) for bar in bars]
 
 
 # Plans whose seconds can be counted. A shard of one row of 4 bytes takes 4 s to copy at a rate
@@ -206,12 +192,10 @@ def test_a_collective_begins_when_the_last_rank_reaches_it() -> None:
 
 def test_a_collective_takes_its_own_curve_or_that_of_the_all_gather() -> None:
     schedule = Schedule.parse("serial:collective")
-    for name, block, nbytes in (
-        ("all_gather_matmul", "all_gather", 25 * 3 * 4),
-        ("matmul_reduce_scatter", "reduce_scatter", 25 * 7 * 4),
-        ("matmul_all_reduce", "all_reduce", 25 * 7 * 4),
-    ):
+    blocks = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
+    for name, block in (blocks | {"matmul_all_reduce": "all_reduce"}).items():
         problem = Problem(name, (25,) * 4, n=7, k=3, dtype="float32")
+        nbytes = 25 * (problem.n if problem.kind.scatters else problem.k) * 4
         fast = replace(flat(1e30, 1.0, 1.0, ranks=4), **{block: Collective(((1.0, 8.0),), GIVEN)})
         assert predict(problem, schedule, fast) == pytest.approx(8.0 * nbytes)
         if block != "all_gather":  # receives three blocks, or six to sum and return
@@ -311,9 +295,6 @@ def test_a_missing_block_of_a_machine_is_named() -> None:
         assert block == "gemm" or predict(problem, Schedule.parse(served), without, "queued") > 0
     with pytest.raises(ValueError, match="queued, idle"):
         predict(problem, NAMED["serial"], TOY, "graph")
-
-
-# Invariants.
 
 
 @pytest.mark.parametrize("machine", [TOY, MESH], ids=["switch", "mesh"])
@@ -427,9 +408,6 @@ def test_every_step_is_in_the_timeline() -> None:
             assert starts == sorted(starts)
 
 
-# Files and commands.
-
-
 def test_timelines_survive_a_file_and_damaged_files_raise() -> None:
     saved = [simulate([plan(problem_of(4, n=2, k=2), NAMED["serial"], 0)], TOY), Timeline("", ())]
     assert loads(dumps(saved), "x") == saved
@@ -441,49 +419,15 @@ def test_timelines_survive_a_file_and_damaged_files_raise() -> None:
             loads(text, "broken.json")
 
 
-SIZES = ("--m", "512", "--n", "256", "--k", "128")
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        (["simulate", "slowing", *SIZES], "shard-overlap"),
-        (["simulate", "--mode", "graph"], "required one of queued, idle, got 'graph'"),
-        (["simulate", "--set", "nothing"], "measured"),
-        (["simulate", "--machine", "abacus"], "abacus"),
-        (["simulate", "--world", "0"], "--world"),
-        (["simulate", "--set", "measured", *SIZES], "one of"),
-        (["simulate", "--draw", "x.png"], "one shape"),
-        (["simulate", "--draw", "x", *SIZES], "--draw: required a file with one of the suffixes"),
-        (["simulate", "auto"], "got 'auto', which stands for one of them; `ficco explain`"),
-        (["plot", "none.json", "--out", "x.png"], "cannot be read"),
-        (["plot", "good.json", "--out", "x.png", "--only", "what"], "--only"),
-        (["plot", "good.json", "--out", "x.png", "--ranks", "7"], "0 to 1"),
-    ],
-)
-def test_bad_input_of_simulate_and_plot(
-    command: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    timeline = simulate(plans(problem_of(4, 4, n=2), NAMED["serial"]), TOY)
-    Path("good.json").write_text(dumps([timeline]))
-    assert cli.run(command) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_picture_has_titles_and_one_scale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scales: list[float] = []
-    real = drawing._draw_one
-    monkeypatch.setattr(
-        drawing, "_draw_one", lambda *args: (scales.append(args[3]), real(*args))[1]
-    )
+def test_a_picture_has_titles_and_one_scale(tmp_path: Path, monkeypatch: Any) -> None:
+    one = mock.Mock(side_effect=drawing._draw_one)
+    monkeypatch.setattr(drawing, "_draw_one", one)
     short, long = (problem_of(rows, rows, n=2) for rows in (4, 8))
     timelines = [simulate(plans(problem, NAMED["serial"]), TOY) for problem in (short, long)]
     timelines.append(simulate(plans(long, NAMED["growing"]), TOY, "idle"))
     text = draw(timelines, tmp_path / "x.svg", ranks=[1]).read_text()
-    assert len(scales) == 3 and set(scales) == {max(problem.stop_s for problem in timelines)}
+    scales = [call.args[3] for call in one.call_args_list]
+    assert scales == [max(timeline.stop_s for timeline in timelines)] * 3
     assert text.count(str(short)) == 1 and text.count(str(long)) == 2  # in the panels' titles
     assert text.count("time after the call began on the rank [") == 1 and "rank 1" in text
     for mode in ("queued", "idle"):
