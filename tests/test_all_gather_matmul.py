@@ -77,9 +77,6 @@ def dtypes_on(device: str) -> tuple[str, ...]:
     return ("bfloat16", "float16", "float32", "float64")[: 4 if device == "cpu" else 3]
 
 
-# Schedules, dtypes, sizes.
-
-
 @on_ranks(2)
 def test_schedule_as_object_and_auto(at: Rank) -> None:
     """A schedule may be an object or "auto", also in calls without a timeout."""
@@ -90,24 +87,14 @@ def test_schedule_as_object_and_auto(at: Rank) -> None:
             exact(at, case.on(schedule=Schedule.parse(name)), turn)
 
 
-# Layouts of the operands in memory.
-
-
 def test_layouts_of_a(device: str) -> None:
     """Test all layouts with all kinds of schedules, cycling through the shapes."""
     shapes = cycle(
-        (
-            equal(3, 12, 20, 8, gathered=True),
-            Case((5, 8, 2), 11, 6, "bfloat16"),
-            equal(3, 4, 0, 3),
-        )
+        (equal(3, 12, 20, 8, gathered=True), Case((5, 8, 2), 11, 6, "bfloat16"), equal(3, 4, 0, 3))
     )
     layouts = product(A_LAYOUTS + SYMMETRIC_LAYOUTS, KINDS)
     cases = [next(shapes).on(a=layout, schedule=name) for layout, name in layouts]
     run(3, all_exact, cases, device=device)
-
-
-# Sequences of calls.
 
 
 def random_knobs(rng: random.Random, device: str) -> str:
@@ -173,9 +160,6 @@ def test_workspace_grows_and_is_reused(device: str) -> None:
     assert after == 0
 
 
-# Groups.
-
-
 @on_ranks(4)
 def test_subgroups(at: Rank) -> None:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -192,9 +176,6 @@ def test_subgroups(at: Rank) -> None:
             exact(at, equal(3, 5, 16, 8, schedule=name), iteration, three)
         exact(at, equal(4, 5, 16, 8, schedule=name), iteration)
     leave(half, alone if at.rank == 2 else three)
-
-
-# Real numbers.
 
 
 def _float_error(at: Rank, dtype: str, schedule: str, k: int) -> tuple[float, float]:

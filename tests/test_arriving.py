@@ -40,8 +40,6 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 SCHEDULES = ("tiled", "tiled:pieces=4", "tiled:pieces=3,order=piece", "tiled:pieces=2,pull")
 
-# Plans.
-
 
 @pytest.mark.parametrize(
     "rows", [(16,), (16, 16), (5, 0), (0, 0), (7, 3, 12), (0, 0, 9, 1), (3,) * 8], ids=str
@@ -96,9 +94,6 @@ def test_tools_read_the_call_or_refuse_it() -> None:
     assert [step.op for step in in_parts(plan).steps].count("call") == 1 + 4
     with pytest.raises(NotImplementedError, match="step 'caller"):
         simulate(plans(), find("h200-4", None), "queued")
-
-
-# Calls on CPUs.
 
 
 def gathered(at: Rank, case: Case, iteration: int, **arguments: Any) -> None:
@@ -174,9 +169,6 @@ def _in_place(at: Rank) -> None:
 )
 def test_all_rows_arrive(world: int, blocks: Callable[[Rank], None]) -> None:
     run(world, blocks)
-
-
-# Faults.
 
 
 def _refuses(words: str, call: Callable[[], Any]) -> None:

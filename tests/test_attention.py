@@ -62,9 +62,6 @@ def whole(case: Case, iteration: int) -> list[torch.Tensor]:
 HEAD_TAIL = problem_of(4, 16, causal=True, placement="head-tail")
 
 
-# Masks.
-
-
 def dense(rectangles: tuple[Rectangle, ...], queries: int, keys: int) -> torch.Tensor:
     """Count the rectangles that contain each pair, by the masks of attention libraries."""
     count = torch.zeros(queries, keys, dtype=torch.int64)
@@ -118,9 +115,6 @@ def test_rectangles_have_each_pair_once(drawn: Any) -> None:
     wanted = attended(facts, at[0][:, None], at[1][None])
     counts = dense(mask.rectangles(queries, keys), *wanted.shape)
     assert torch.equal(counts, wanted.to(counts.dtype))
-
-
-# Plans.
 
 
 @given(data=st.data())
@@ -216,9 +210,6 @@ def test_choice() -> None:
     assert times == sorted(set(times))
 
 
-# Calls on CPUs.
-
-
 def test_keys_in_the_layout_of_staging_are_not_copied() -> None:
     for batch in (1, 2):
         kv = torch.empty(8, 2, batch, 2, 16)
@@ -248,9 +239,6 @@ def test_memory_is_capped(at: Rank) -> None:
             failure = caught(lambda: exact(at, operator, small, 1))  # noqa: B023
         assert failure.type == "ValueError", failure
         assert "workspace_bytes: required at least" in failure.text
-
-
-# Gradients.
 
 
 def not_finite(at: Rank, value: float, case: Case) -> None:
@@ -316,10 +304,7 @@ def test_behind_pytorchs_context_parallelism(at: Rank) -> None:
     (grad,) = torch.autograd.grad(wanted.sum(), q)
     own = SUBJECTS["all_gather_attention"].positions(case, at.rank)
     shards = [tensor.detach().clone() for tensor in (q, k, v)]
-    with (
-        context_parallel(mesh, buffers=shards, buffer_seq_dims=[2, 2, 2]),
-        ficco.behind_sdpa(mesh),
-    ):
+    with context_parallel(mesh, buffers=shards, buffer_seq_dims=[2, 2, 2]), ficco.behind_sdpa(mesh):
         call = torch.nn.functional.scaled_dot_product_attention
         assert call is not scaled_dot_product_attention
         leaf = shards[0].detach().clone().requires_grad_()

@@ -71,9 +71,6 @@ LAYERS = {
 }
 
 
-# Gradients.
-
-
 @on_ranks(2)
 def test_a_nan_token_affects_only_its_own_experts(at: Rank) -> None:
     layer = Layer((6,) * at.world, experts=4, gated=True)
@@ -117,9 +114,6 @@ def test_activations_and_their_derivatives(at: Rank, activation: str) -> None:
 
 def test_every_activation_has_functions() -> None:
     assert tuple(products.ACTIVATIONS) == specification.ACTIVATIONS
-
-
-# Routes.
 
 
 def routed(at: Rank, layer: Layer, schedule: str) -> None:
@@ -197,9 +191,6 @@ def test_tokens_leave_before_the_counts_and_a_schedule_is_chosen_once(at: Rank) 
     assert notes == [(20, True), (40, False)]
 
 
-# Wrong calls.
-
-
 SHAPES = {"tokens": (4, 8), "up": (2, 8, 6), "down": (2, 6, 8)}
 
 
@@ -236,10 +227,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"up": torch.ones(0, 8, 6), "down": torch.ones(0, 6, 8)}, "at least one expert"),
     ({"up": torch.ones(8, 6)}, "reshape"),
     ({"down": torch.ones(2, 6, 8).half()}, "one dtype"),
-    (
-        {name: torch.ones(*shape).int() for name, shape in SHAPES.items()},
-        "int32 is not served",
-    ),
+    ({name: torch.ones(*shape).int() for name, shape in SHAPES.items()}, "int32 is not served"),
     ({"split": "rows"}, "experts, columns"),
     ({"tokens": 3}, "torch.Tensor"),
     ({"schedule": "ring"}, "one that is ring"),

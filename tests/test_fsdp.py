@@ -49,9 +49,6 @@ HOOKS = since("2.9", "has no hooks for the collectives of FSDP2")
 PATIENCE_S, LONG_S = 1.0, 20.0
 
 
-# Plans.
-
-
 def plans(
     operator: str, world: int, count: int = 1000, name: str = "serial:pieces=3"
 ) -> list[Plan]:
@@ -143,9 +140,6 @@ def test_proof_refuses_wrong_plans(operator: str, edit: Callable[[Any], Any], wh
     check(plans(operator, 2))
     with pytest.raises(PlanError, match=why):
         check(edited(operator, edit))
-
-
-# Hooks.
 
 
 def integers(most: int, *seed: int, size: Sequence[int]) -> torch.Tensor:
@@ -321,9 +315,6 @@ def _on_threads(at: Rank, body: Callable[[Rank], None]) -> None:
 @pytest.mark.parametrize("body", [all_gathers, all_sums, sums_in_order])
 def test_hooks_where_the_kernel_adds_up(body: Callable[[Rank], None]) -> None:
     run(3, _on_threads, body, fresh=True)
-
-
-# Training.
 
 
 class Block(nn.Module):
@@ -631,9 +622,6 @@ def test_ways_in_memory_of_nccl() -> None:
         assert failure.type == "NotImplementedError" and text in failure.text, failure
 
 
-# Faults and bad input.
-
-
 def _ends(how: str, *_: Any) -> None:
     os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
@@ -726,10 +714,7 @@ REFUSALS = (
     ("InvalidArgument", "buffer_bytes: required a number of at least 0, or None, got -1"),
     ("InvalidArgument", "reduce_scatter: required True or False, got 'yes'"),
     ("NotImplementedError", "required parameters that stay .* got CPUOffloadPolicy .*leave out"),
-    (
-        "InvalidArgument",
-        "model: required modules that are .* yet, got .*; call fsdp.use once",
-    ),
+    ("InvalidArgument", "model: required modules that are .* yet, got .*; call fsdp.use once"),
     ("NotImplementedError", "required PyTorch 2.9 or later, .* got .*; update PyTorch"),
 )
 

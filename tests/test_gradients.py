@@ -283,9 +283,6 @@ def test_gradient_through_the_gathered_a(at: Rank, save: bool) -> None:
     assert b.grad is None or not b.grad.any()
 
 
-# Layouts of gradients.
-
-
 @on_ranks(2)
 @of_each
 def test_gradients_in_any_layout(at: Rank, case: Case, sample: Sample) -> None:
@@ -323,9 +320,6 @@ def test_gradients_of_views(at: Rank, case: Case, sample: Sample) -> None:
         by_columns = (1, len(b))
         strides = by_columns if b.stride() == by_columns else (case.n, 1)
         assert grad_b.stride() == only.stride() == strides
-
-
-# Derivatives that are refused.
 
 
 @on_ranks(2)
@@ -510,9 +504,6 @@ def test_backwards_of_two_groups_at_once(at: Rank) -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))
     leave(*groups)
-
-
-# Autocast.
 
 
 @on_ranks(2)

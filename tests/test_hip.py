@@ -35,16 +35,7 @@ import subjects
 import test_operators as operators
 import torch
 import torch.distributed as dist
-from cases import (
-    Case,
-    all_exact,
-    call,
-    equal,
-    exact,
-    make,
-    timed,
-    verify,
-)
+from cases import Case, all_exact, call, equal, exact, make, timed, verify
 from hip_ranks import SERIES, asking, calls, clean, compiling, double, on_double, run
 from ranks import Died, Failure, Rank, caught, gave_up, missing
 from test_all_gather_matmul import KNOBS, NAMES, named
@@ -78,9 +69,6 @@ def engine() -> Any:
 
 def pointer(stream: Any) -> int:
     return int(stream.as_c_void_p().value)
-
-
-# Results.
 
 
 @on_double(2)
@@ -168,9 +156,6 @@ def test_tiled_products() -> None:
     if find_spec("triton") is None:
         missing("triton")
     pooled(2, _tiled, timeout=120)
-
-
-# Late queues.
 
 
 @on_double(3, timeout=120)
@@ -272,8 +257,6 @@ def test_times_of_steps(at: Rank) -> None:
         assert span.start >= end_of_lane.get(span.lane, 0), spans
         end_of_lane[span.lane] = span.stop
 
-
-# Graphs.
 
 #: Modes of a capture.
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
@@ -863,8 +846,6 @@ def test_lost_memory_of_a_peer() -> None:
         assert not violations and seconds < 5, log
 
 
-# Unsupported machines and unavailable ways of signals.
-
 MISSING = "NotImplementedError"
 #: Settings that take features from the double; by requested signals, the error and its words.
 REFUSED: tuple[tuple[dict[str, int], dict[str, tuple[str, ...]]], ...] = (
@@ -913,9 +894,6 @@ def test_unsupported_machines(
                 assert "leave signals out of the variable" in error.text
                 # Only kernels need a compiler.
                 assert ("compiler" in error.text) == (signals == "kernel")
-
-
-# The double.
 
 
 class Violations(dict[str, str]):
@@ -1137,9 +1115,6 @@ def test_codes_are_those_of_the_binding(series: str, library: Callable[[], Path]
     ((known, bound),) = run(1, _codes, series=series, env=env)
     assert len(known) > 10
     assert {name: bound[name] for name in known} == known
-
-
-# Without ROCm.
 
 
 def _without(at: Rank, wheel: str, libraries: Sequence[str]) -> str:

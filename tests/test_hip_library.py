@@ -47,8 +47,6 @@ LOAD, HOST = "hipModuleLoadData", "hipLaunchHostFunc"
 LAUNCH_FAILURE = 719
 NO_RECTANGLES = {"2D": 0}
 
-# Packing columns.
-
 
 def counted(at: Rank, names: Sequence[str], work: Callable[[], Any]) -> list[int]:
     """Numbers of HIP calls, by name, that ``work`` makes while all queues are delayed at random."""
@@ -179,8 +177,6 @@ def test_pytorch_does_not_meet_the_error(at: Rank) -> None:
     assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
 
 
-# Sums.
-
 #: Dtypes of operands that the kernel sums.
 SUMMED = ("bfloat16", "float32", "float16")
 
@@ -227,8 +223,6 @@ def test_sharing_is_tried_on_a_stream_with_the_priority_of_copies(at: Rank) -> N
     make_stream.assert_called_once_with(URGENT)
 
 
-# Versions.
-
 OLD = ("needs HIP 7.2 or later", "; install ROCm 7.2 or later")
 #: Version of the library, version of the binding if it differs, and the error or the result.
 VERSIONS = (
@@ -267,9 +261,6 @@ def _starts(at: Rank) -> None:
 @pytest.mark.parametrize("series", SERIES)
 def test_versions(series: str) -> None:
     run(1, _starts, series=series, settings={"VERSION": VERSIONS[0][0], "DEVICES": 3})
-
-
-# Names and numbers that the engine reports.
 
 
 @on_double(1)

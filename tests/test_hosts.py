@@ -105,9 +105,6 @@ def all_operators(at: Rank, group: Any = None) -> None:
         exact(at, operator, turn, ("growing", PIECES)[turn % 2], group)
 
 
-# Plans.
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_plans_over_hosts_are_proven(operator: str) -> None:
     for turn, topology in enumerate(TOPOLOGIES):
@@ -144,9 +141,6 @@ def crossing(steps: Sequence[Step]) -> list[Transfer]:
     """The transfers of all network steps."""
     works = (step.work for step in steps)
     return [move for work in works if isinstance(work, Crossing) for move in work.moves]
-
-
-# Calls.
 
 
 @on_ranks(4)
@@ -188,8 +182,6 @@ def test_a_send_that_fails_at_once_is_a_failure_of_its_peer() -> None:
     assert wait.over.is_set() and wait.peer == 3
     assert "closed by peer" in str(wait.error)
 
-
-# Discovery of hosts.
 
 NOT_SHARED = "are on one host in containers that do not see.*name a host for each with FICCO_HOST"
 GROUP, REFUSED = "pass a group made by dist.new_group", "NotImplementedError"
@@ -293,9 +285,6 @@ def test_warm_calls_that_disagree_between_hosts_are_noticed(at: Rank) -> None:
     assert failure is not None and failure.type == "RankMismatch", failure
 
 
-# Faults.
-
-
 def losing(at: Rank, victims: Sequence[int], how: Any, calls: Callable[[], Any]) -> Any:
     """Send a signal to ``victims`` or run ``how`` on them, then make calls. Returns the outcome and
     seconds of the calls, and the outcome of closing the group."""
@@ -373,8 +362,6 @@ def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], 
     options: Any = {"fresh": True, "catch": True, "lost": victims}
     assert_all_learn(run(4, _by_other_clocks, victims, how, **options), victims)
 
-
-# The model.
 
 CARD = Network(50e9, 20e-6, Provenance("assumed"))
 

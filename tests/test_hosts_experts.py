@@ -35,9 +35,6 @@ def layer_of(
     return ExpertLayer(operator, hosts * local, *sizes, "float32", function, hosts=hosts, **more)
 
 
-# Plans.
-
-
 @settings(max_examples=40)
 @given(data=st.data())
 def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
@@ -61,9 +58,6 @@ def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
         assert sent == received == rows * (layer.dispatches + layer.combines), layer
 
 
-# The model.
-
-
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_timelines_have_the_bytes_of_whole_batches(hosts: int) -> None:
     layer = layer_of("experts", hosts, 4 // hosts)
@@ -71,9 +65,6 @@ def test_timelines_have_the_bytes_of_whole_batches(hosts: int) -> None:
         sent = [work(plan, step)[1] for step in plan.steps if step.op in ("copy", "network")]
         expected = layer.experts * layer.capacity * (layer.k + layer.n) * 4
         assert sum(sent) == (layer.world - 1) * expected
-
-
-# Calls.
 
 
 def over(at: Rank, hosts: int, called: Callable[..., Any], *args: Any) -> None:

@@ -62,9 +62,6 @@ def jitter(seed: int) -> Iterator[None]:
         yield
 
 
-# Calls.
-
-
 @pytest.mark.parametrize("queued", [0, 4])
 @on_ranks(4)
 def test_calls_in_flight(at: Rank, queued: int) -> None:
@@ -160,9 +157,6 @@ def test_files_and_threads_of_a_group_are_released(at: Rank) -> None:
     assert at.rank == 0 or counts[-1] == counts[0], counts
 
 
-# Faults.
-
-
 def reduces(at: Rank, group: Any) -> None:
     ficco.matmul_all_reduce(torch.ones(96, 8), torch.ones(8, 8), schedule=PIECES)
 
@@ -182,10 +176,7 @@ def _ends_in_an_exchange(turn: int) -> None:
 
 @pytest.mark.parametrize(
     ("victims", "how"),
-    [
-        *(((1,), signal.SIGKILL), ((2, 3), signal.SIGSTOP)),
-        ((3,), partial(_ends_in_an_exchange, 6)),
-    ],
+    [*(((1,), signal.SIGKILL), ((2, 3), signal.SIGSTOP)), ((3,), partial(_ends_in_an_exchange, 6))],
     ids=["killed", "stopped", "in an exchange"],
 )
 def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], how: Any) -> None:

@@ -458,9 +458,6 @@ def _one_gather(at: Rank) -> None:
     assert [tensor.shape[-1] for tensor in others] == [HIDDEN], [t.shape for t in saved]
 
 
-# Replicated parameters.
-
-
 class Scaled(nn.Module):
     """A product with a vector. Its gradients are exact; the gradients of a norm are not."""
 
@@ -621,9 +618,6 @@ def _parts_or_wholes(at: Rank) -> None:
         ("got weight of 0", lambda: replicated(distributed)),
         *((remedy, lambda: outside[0](x)), (remedy, lambda: around(x))),
     )
-
-
-# Styles.
 
 
 def styled(whole: nn.Module, mesh: Any, before: Any, after: Any, **more: Any) -> nn.Module:

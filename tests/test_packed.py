@@ -79,9 +79,6 @@ def test_many_documents_are_few_calls() -> None:
             assert len(rectangles) >= 32 and len(packed(rectangles)) <= most
 
 
-# Calls by a double of the library.
-
-
 def _heads(rows: torch.Tensor) -> torch.Tensor:
     return rows.transpose(0, 1)[None]
 

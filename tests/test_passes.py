@@ -275,9 +275,6 @@ def test_replaced_programs_give_the_same_integers(at: Rank, options: dict[str, A
             assert reports == reports[:1] * at.world  # the ranks decide alike
 
 
-# Whole models under torch.compile.
-
-
 class FeedForward(nn.Module):
     """The layer of torchtitan without operations that round; its weights are integers."""
 
@@ -684,9 +681,6 @@ def test_report_prints_a_table(groups: dict[int, Any]) -> None:
     assert "all-gather" in first and AGM in first and "6x8 @ 8x4 float32" in first
     assert "all-reduce" in second and "left" in second
     assert str(report.entries[0]).startswith("all-gather all_gather_into_tensor with mm: replaced")
-
-
-# The order of rows.
 
 
 @settings(max_examples=200, deadline=None)

@@ -34,9 +34,6 @@ def operands(at: Rank, batch: int = 1) -> tuple[list[torch.Tensor], list[torch.T
     return project.make(case, at.rank, 1), output.make(case, at.rank, 1)
 
 
-# Plans.
-
-
 def problem_of(operator: str, channels: list[int]) -> Problem:
     table = [channels] * len(channels)
     if operator != OPERATORS[0]:
@@ -80,9 +77,6 @@ def test_auto_takes_schedules_that_serve_projections() -> None:
         assert len(explained) > 5 and all(0 < candidate.share <= 1 for candidate in explained)
         for candidate in explained:
             plans(problem, Schedule.parse(candidate.schedule))
-
-
-# Calls on CPUs.
 
 
 @on_ranks(2)
@@ -148,9 +142,6 @@ def test_memory_is_capped(at: Rank) -> None:
         refuses(("workspace_bytes: required at least", lambda: calls(case)))
 
 
-# Layers.
-
-
 def rotated(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A stand-in for a rotary embedding of all positions."""
     factors = torch.arange(q.shape[2], device=q.device, dtype=q.dtype)[:, None].cos()
@@ -184,9 +175,6 @@ def test_layers(at: Rank) -> None:
         for total, right in zip(grads, expected, strict=True):
             torch.distributed.all_reduce(total)  # as data parallelism does
             torch.testing.assert_close(total, right, rtol=0, atol=1e-12)
-
-
-# Errors.
 
 
 WHOLE = "required a whole number, at least 1, got"

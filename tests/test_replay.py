@@ -169,9 +169,6 @@ def test_scaled_calls_are_exact(operator: str) -> None:
             exact(group, workspace, problem, names[turn::3])
 
 
-# Times of arrivals.
-
-
 def check_arrivals(engine: Any, run: Callable[[], Any]) -> list[Any]:
     """Arrivals of three replayed calls, which must be in order and not too early."""
     for _ in range(3):
@@ -338,9 +335,6 @@ def test_schedules_that_need_peers_are_refused() -> None:
         with played(0, 2) as (group, _):
             with pytest.raises(NotImplementedError, match="no peers|no mover"):
                 caller(operands_of(problem, 0), group, schedule)()
-
-
-# The bench.
 
 
 class HostEvent:

@@ -49,13 +49,7 @@ from ficco.plan import (
 )
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
-from ficco.problems.specification import (
-    AnyProblem,
-    Buffer,
-    Contraction,
-    Exchange,
-    Specification,
-)
+from ficco.problems.specification import AnyProblem, Buffer, Contraction, Exchange, Specification
 from ficco.proof import check
 from ficco.runtime.program import compile
 from ficco.schedules import Schedule
@@ -209,9 +203,6 @@ def test_chained_plans_are_simulated_and_rendered() -> None:
     assert min(bar.start_s for bar in blocks) < max(bar.start_s for bar in last)
 
 
-# Broken plans.
-
-
 def multiplies_c(step: Step) -> bool:
     return any(product.b.buffer == "c" for product in step.products)
 
@@ -277,7 +268,7 @@ BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
         "of the own rows": (
             change(awaits_data, factors=factor(buffer="scale_a", row=0, row_stop=1)),
             "factors of other rows|do not fit",
-        ),
+        )
     },
     "blocks": {"fewer": (change(awaits_data, factors=factor(col_stop=1)), UNFIT)},
     "bias": {
@@ -339,8 +330,6 @@ def test_rows_of_b_are_numbered_by_their_destination(first: int, words: str) -> 
         check(plans)
 
 
-# Errors of the readers of Plans.
-
 NOTHING = dict.fromkeys(("engine", "post", "wait", "copy", "products", "accumulate"), "")
 #: An engine with only the steps that all engines support.
 GPU: Any = SimpleNamespace(
@@ -385,9 +374,6 @@ def test_an_engine_says_what_it_does_not_offer() -> None:
     ):
         with pytest.raises(NotImplementedError, match=words):
             compile(plans[0], GPU, None)
-
-
-# On the CPU engine.
 
 
 def integers(seed: int, *shape: int) -> torch.Tensor:

@@ -31,9 +31,6 @@ from ficco.simulate import simulate
 KINDS = ((False, ""), (False, "heads"), (False, "shards"), (True, "heads"), (True, "shards"))
 
 
-# Plans.
-
-
 @given(data=st.data())
 @settings(max_examples=90, deadline=None)
 def test_plans_of_any_heads_are_proven(data: st.DataObject) -> None:
@@ -126,9 +123,6 @@ def test_auto_takes_a_schedule_that_gains_the_margin() -> None:
         )
         assert unmeasured == same < later
     assert str(decide(problem).schedule) == "serial"
-
-
-# Calls on CPUs.
 
 
 def test_heads_in_the_layout_of_their_copies_are_not_copied() -> None:

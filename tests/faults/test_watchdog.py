@@ -205,9 +205,7 @@ def test_a_stuck_call_is_named_and_released(
 
 
 def test_a_long_call_is_logged_while_it_runs(
-    watch: Watch,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    watch: Watch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(patience, "WARN_AFTER_S", 2 * PERIOD_S)
     with caplog.at_level("WARNING", "ficco"):
@@ -273,10 +271,7 @@ def test_a_mismatch_and_an_interrupted_call_are_handled_while_nothing_runs(watch
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_an_error_that_the_caller_has_ends_no_process(
-    ends: bool,
-    ended: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    ends: bool, ended: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ficco.runtime.watchdog.SETTLE_S", 20.0 if ends else 4 * PERIOD_S)
     workspace = Workspace(7, False, RankMismatch({0: "broken off", 1: "that"}))

@@ -159,9 +159,6 @@ def test_tiled_operators_are_exact(world: int) -> None:
     assert run(world, all_exact, cases, device="cuda") == [len(cases)] * world
 
 
-# Refusals.
-
-
 @pytest.mark.gpu
 @on_ranks(1)
 def test_refused_on_a_gpu(at: Rank) -> None:
@@ -271,8 +268,6 @@ def test_recorded_calls_follow_the_settings_of_products(at: Rank) -> None:
     same = {tf32: [torch.equal(results[False][0], y) for y in results[tf32]] for tf32 in results}
     assert all(same[False]) and not any(same[True])
 
-
-# Graphs.
 
 GRAPHED = (
     "serial",
@@ -454,9 +449,6 @@ def test_graphs_of_two_groups_in_any_order(world: int) -> None:
     run(world, _two_groups, TILED[:2], False, device="cuda")
 
 
-# Streams and lifetimes.
-
-
 def _growth_beside_recordings(at: Rank) -> None:
     """One thread's calls are recorded, while growing calls of another thread free memory after they
     wait for the device."""
@@ -518,9 +510,6 @@ def test_operands_freed_right_after_the_call(at: Rank, schedule: str, layout: st
     torch.cuda.synchronize()
     for iteration, (results, sample) in enumerate(zip(outputs, samples, strict=True)):
         verify(case, results, sample, f"rank {at.rank}, iteration {iteration}:")
-
-
-# Jitter.
 
 
 def jittered(
@@ -647,9 +636,6 @@ def test_jittered_tiled_calls(world: int) -> None:
     assert run(world, _jitter, world, calls, TILED, device="cuda") == [calls] * world
 
 
-# Queues and signals.
-
-
 def _everything(at: Rank, signals: str, tiled: Sequence[str] = ()) -> None:
     group = everyone(at)
     with ficco.options(signals=signals, timeout_s=20):
@@ -678,9 +664,6 @@ def test_hardware_queues(connections: int, tiled: Sequence[str]) -> None:
 @ranks(2, 4, 8)
 def test_signals(world: int, signals: str) -> None:
     run(world, _everything, signals, device="cuda")
-
-
-# Memory.
 
 
 def _peak(at: Rank, schedule: str) -> tuple[int, int]:
@@ -770,9 +753,6 @@ def test_rendezvous_of_pytorch_after_ficco_in_some_ranks(at: Rank) -> None:
             leave(group)
         settle(at)
     ficco.close()
-
-
-# Faults.
 
 
 def failed(
@@ -929,8 +909,7 @@ def test_rank_that_never_calls(schedule: str, handles: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule",
-    ["growing", "serial:kernel", "serial:collective", *on_hopper_only("tiled:pieces=2")],
+    "schedule", ["growing", "serial:kernel", "serial:collective", *on_hopper_only("tiled:pieces=2")]
 )
 @on_ranks(2)
 def test_host_that_runs_ahead_is_no_fault(at: Rank, schedule: str) -> None:
@@ -982,9 +961,6 @@ def test_a_rank_without_memory_is_named_at_once(victim: int) -> None:
         assert outcome["waited"] < SLACK_S
         assert isinstance(outcome["again"], Failure)
         assert not isinstance(outcome["torn"], Failure) and outcome["teardown"] < SLACK_S
-
-
-# Memory that is shared by handles.
 
 
 @contextlib.contextmanager
@@ -1061,8 +1037,6 @@ def test_signals_by_handles(world: int, signals: str) -> None:
 def test_growth_by_handles() -> None:
     run(2, _by_handles, True, _growth_beside_recordings, device="cuda", **EAGER)
 
-
-# The end of a process.
 
 SCRIPT = """
 import os, sys

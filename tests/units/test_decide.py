@@ -61,9 +61,6 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "_warned", set())
 
 
-# The order of the sources.
-
-
 def test_requests_and_trivial_problems_need_no_figures() -> None:
     tuned = replace(MACHINE, tuned=(TUNED,))
     name = "hetero-fused-2d:pull"
@@ -257,8 +254,6 @@ def test_options_and_explain_refuse_invalid_arguments() -> None:
         with pytest.raises((ValueError, ficco.ConfigError), match=message):
             ficco.explain(**{**sizes, **invalid})
 
-
-# The command line.
 
 SIZES = ["--m", "8192", "--n", "3584", "--k", "4096", "--machine", "h200-4"]
 GATHER = "all_gather_matmul"
@@ -506,9 +501,6 @@ def test_the_model_takes_gated_tiles_if_they_were_measured() -> None:
         assert another.source == "model" and another.schedule.grouping != "tiled"
     slow = replace(fast, tiled=replace(fast.tiled, efficiency=fast.tiled.efficiency * 0.7))
     assert decide(short, machine=slow).schedule == library.schedule
-
-
-# On ranks.
 
 
 @on_ranks(2)

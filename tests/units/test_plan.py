@@ -331,11 +331,9 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "memory out of reach": (change(is_copy, src={"buffer": "a"}), "not symmetric"),
     },
     (PROBLEM, f"{FUSED}:pull"): {
-        "a pull before the peer is ready": (move(pulls, "peers have read", "waits"), EARLY),
+        "a pull before the peer is ready": (move(pulls, "peers have read", "waits"), EARLY)
     },
-    (PROBLEM, UNFUSED): {
-        "landings that overlap": (change(sends_second, dst=down(-1)), UNWRITTEN),
-    },
+    (PROBLEM, UNFUSED): {"landings that overlap": (change(sends_second, dst=down(-1)), UNWRITTEN)},
     (PROBLEM, FUSED): {
         "other rows": (change(is_copy, src=down(1)), "leaves out copied rows"),
         "a sum without its last term": (change(awaits_data, **FEWER), "does not cover all of k"),
@@ -352,7 +350,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "sums rounded too early": (round_first, "rounds before the last term"),
     },
     (PROBLEM, "uniform-unfused-2d"): {
-        "sums of other rows": (swap("sum>out", "dst"), "puts rows where others belong"),
+        "sums of other rows": (swap("sum>out", "dst"), "puts rows where others belong")
     },
     (PROBLEM, "serial:collective"): {
         "another name": (change(is_collective, label="other"), "other collectives"),
@@ -363,7 +361,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         ),
     },
     (GATHERED, "growing"): {
-        "own rows left out": (idle("a>gathered"), "1536 of 2048 elements of gathered"),
+        "own rows left out": (idle("a>gathered"), "1536 of 2048 elements of gathered")
     },
     (SUMMED, FUSED): {
         "an early release": (change(retires, after=()), IN_USE),
@@ -399,7 +397,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "the own product added to no terms": (change(adds, terms=0), "not say whose products it"),
     },
     (SUMMED, "ring"): {
-        "forwarded before the own product is added": (change(sends_on, after=()), EARLY),
+        "forwarded before the own product is added": (change(sends_on, after=()), EARLY)
     },
     (SUMMED, "ring:pieces=1"): {
         "added to other rows": (change(adds, out=in_rows(1, 17)), LOST),
@@ -409,11 +407,9 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "added to two at the end": (change(adds_elsewhere, accumulate=True), "does not fit"),
     },
     (SUMMED, "one-shot"): {
-        "staging of a peer": (change(sums, parts=all_in(buffer="staging")), "names no buffer"),
+        "staging of a peer": (change(sums, parts=all_in(buffer="staging")), "names no buffer")
     },
-    (RETURNED, FUSED): {
-        "returned before it is summed": (change(sends_back, after=()), EARLY),
-    },
+    (RETURNED, FUSED): {"returned before it is summed": (change(sends_back, after=()), EARLY)},
     (RETURNED, "one-shot"): {
         "read before it arrives": (move(sums, retires, "waits"), "may read before it is written"),
         "a peer signalled too early": (move("has read", "acquire, tell 0", "posts"), IN_USE),
@@ -427,7 +423,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "a slot released while it is read": (change(retires, after=()), IN_USE),
     },
     (RETURNED, "one-shot:pieces=2"): {
-        "a slot that its peer still uses": (change(sums, after=(0,)), "has not handed it over"),
+        "a slot that its peer still uses": (change(sums, after=(0,)), "has not handed it over")
     },
     (SENT, "serial"): {
         "blocks in the wrong places": (swap("staging>out", "dst"), f"reads {LOST}"),
@@ -437,9 +433,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "a peer's rows as own rows": (change(makes_partial, out={"buffer": "out"}), TAKES),
         "a copy without a name": (change(is_copy, terms=0), "does not say whose products"),
     },
-    (TAKEN, "shard-overlap"): {
-        "a peer's block": (change(is_copy, src=down(1)), TAKES),
-    },
+    (TAKEN, "shard-overlap"): {"a peer's block": (change(is_copy, src=down(1)), TAKES)},
     (TAKEN, FUSED): {
         "A with terms": (change(is_copy, terms=1), "or says so of an operand"),
         "terms of A": (change(multiplies, terms=1), "to what another rank made"),
@@ -458,7 +452,7 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "a row left out": (
             change(awaits_data, **{end: {"row_stop": lambda stop: stop - 1} for end in "ab"}),
             "does not cover all",
-        ),
+        )
     },
     (UNEVEN, "growing"): {"own rows elsewhere": (change(multiplies, b=down(1)), "into a peer's")},
     (UNEVEN, UNFUSED): {"rows of b next to its own": (change(awaits_data, b=down(1)), AGAIN)},
