@@ -52,16 +52,9 @@ NAMES = sorted(
 KNOBS = tuple(knobs for knobs in subjects.KNOBS if "beta" not in knobs)
 #: One schedule of each kind, for tests of other features.
 KINDS = (
-    "serial",
-    "serial:collective",
-    "serial:pull",
-    "serial:kernel",
-    "growing:tail=2",
-    "shrinking:pull",
-    "shard-overlap",
-    "hetero-fused-1d:pieces=4",
-    "uniform-unfused-1d:pull,copy=2",
-    "hetero-unfused-2d:compute=2",
+    *("serial", "serial:collective", "serial:pull", "serial:kernel", "growing:tail=2"),
+    *("shrinking:pull", "shard-overlap", "hetero-fused-1d:pieces=4"),
+    *("uniform-unfused-1d:pull,copy=2", "hetero-unfused-2d:compute=2"),
     "uniform-fused-2d:pieces=3,pull",
 )
 #: Limit on the bytes of a call's signal words, which take at most a cache line each.
@@ -269,11 +262,8 @@ elif how == "in-flight" and dist.get_rank() == 0:
 """
 
 
-def start_ranks(
-    folder: Path, script: str, world: int, *args: str, env: dict[str, str] | None = None
-) -> list[Program]:
-    """Start ranks with the environment of torchrun, without a launcher. Calls with the same folder
-    use the same port."""
+def start_ranks(folder: Path, script: str, world: int, *args: str, env: Any = None) -> list[Any]:
+    """Start ranks as torchrun does, without a launcher. One folder has one port."""
     note = folder / "port"
     if not note.exists():
         with socket.socket() as probe:
@@ -324,8 +314,7 @@ def test_exit_leaves_nothing(how: str, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_transposed_b_is_not_copied(at: Rank) -> None:
-    """The dispatcher sees no copy of b in the caller's thread. The test calls the implementation,
-    since a dispatch mode sees only the operator."""
+    """Call the implementation, since a dispatch mode sees only the operator."""
     case = equal(at.world, 16, 32, 24, schedule="hetero-fused-1d", b="transposed")
     sample = make(at, case, 0)
     address, seen = sample.b.untyped_storage().data_ptr(), []

@@ -330,14 +330,11 @@ TARGETS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=["sm_90", "gfx942"])
-def test_kernels_compile_for_gpus(
-    target: tuple[str, Any, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_compile_for_gpus(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait is an acquire load. A signal is stored after the stores of all threads."""
     compiler = pytest.importorskip("triton.compiler")
-    backends, driver = (
-        pytest.importorskip(f"triton.{name}") for name in ("backends.compiler", "runtime.driver")
-    )
+    names = "backends.compiler", "runtime.driver"
+    backends, driver = (pytest.importorskip(f"triton.{name}") for name in names)
     import arriving_kernels
 
     gpu = backends.GPUTarget(*target)
@@ -366,9 +363,7 @@ def test_only_device_functions_import_triton() -> None:
     assert {path.relative_to(package).parts[0] for path in importers} == {"tile.py", "compute"}
 
 
-def test_without_triton_the_device_functions_say_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_triton_functions_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ficco.tile", raising=False)
     monkeypatch.delitem(vars(ficco), "tile", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)

@@ -268,9 +268,7 @@ def test_scores_that_are_not_finite_are_not_merged_as_zeros(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_keys_of_grouped_heads_are_repeated_for_older_releases(
-    causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_repeated_for_old_releases(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch before 2.9 reads beyond the keys of fewer heads on CPUs."""
     heads = Heads(*whole(Case((8,), (8, 2, 4, 2, 16), "float64"), 1))
     rows, seen = Rectangle(0, 8, 0, 8, None, 0 if causal else None), []

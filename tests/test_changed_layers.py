@@ -51,8 +51,7 @@ from ficco.nn import (
 
 
 class Doubled(torch.Tensor):
-    """Twice another tensor, like a quantized tensor, which is a multiple of its integers. Its only
-    kernel is ``linear``."""
+    """Twice another tensor, like a quantized tensor. Its only kernel is ``linear``."""
 
     half: torch.Tensor
 

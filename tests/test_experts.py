@@ -122,16 +122,14 @@ def routed(at: Rank, layer: Layer, schedule: str) -> None:
     for capacity, overflow in ((2, "drop"), (2, "again"), (None, "drop")):
         limits = {"capacity": capacity, "on_overflow": overflow}
         routing = ficco.route(batch.indices, layer.experts, **limits)
-        served = within_capacity(
-            batch.indices, layer.experts, 2 if (capacity, overflow) == (2, "drop") else None
-        )
+        most = 2 if (capacity, overflow) == (2, "drop") else None
+        served = within_capacity(batch.indices, layer.experts, most)
         counts = torch.bincount(batch.indices.flatten(), minlength=layer.experts)
         assert torch.equal(routing.counts, counts)
         lost = torch.bincount(batch.indices[~served], minlength=layer.experts)
         assert torch.equal(routing.dropped, lost)
-        y = call(
-            at, layer, Data(batch.tokens, routing, batch.weights), capacity=None, schedule=schedule
-        )
+        rows = Data(batch.tokens, routing, batch.weights)
+        y = call(at, layer, rows, capacity=None, schedule=schedule)
         wanted = plain(batch, *weights_of(layer), 2 if lost.any() else None)
         assert torch.equal(y, wanted)
 
@@ -333,8 +331,7 @@ def test_a_rank_without_memory_tells_the_others(at: Rank) -> None:
 
 @on_ranks(2)
 def test_an_exact_routing_is_a_graph_break(at: Rank) -> None:
-    """An exact routing is a graph break in compiled code. ``fullgraph=True`` and fake tensors,
-    which have no data, are refused."""
+    """``fullgraph=True`` and fake tensors, which have no data, are refused."""
     arguments = operands(at)
     tokens, indices = arguments.pop("tokens").requires_grad_(), arguments.pop("indices")
     del arguments["capacity"]

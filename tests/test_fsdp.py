@@ -24,6 +24,7 @@ import thread_driver
 import torch
 import torch.distributed as dist
 from ranks import Body, Died, Failure, Rank, caught, gave_up, on_ranks, ranks, run, since
+from test_hosts import host_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -49,9 +50,7 @@ HOOKS = since("2.9", "has no hooks for the collectives of FSDP2")
 PATIENCE_S, LONG_S = 1.0, 20.0
 
 
-def plans(
-    operator: str, world: int, count: int = 1000, name: str = "serial:pieces=3"
-) -> list[Plan]:
+def plans(operator: str, world: int, count: int = 1000, name: str = "serial:pieces=3") -> Any:
     return weight_plans(WeightProblem(operator, world, count, "bfloat16"), Schedule.parse(name))
 
 
@@ -187,9 +186,7 @@ def of(at: Rank) -> torch.device:
     return torch.empty(0, device=at.device).device
 
 
-def gathered(
-    at: Rank, gathers: fsdp.Gathers, step: int, count: int, dtype: torch.dtype
-) -> torch.Tensor:
+def gathered(at: Rank, gathers: Any, step: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Gather as FSDP2 does, from a slice of the result, and check the slices of all ranks."""
     whole = torch.cat([integers(9, step, rank, size=(count,)) for rank in range(at.world)])
     whole = whole.abs().to(dtype) if not dtype.is_signed else whole.to(dtype)
@@ -252,8 +249,7 @@ def all_sums(at: Rank) -> None:
 
 
 def sums_in_order(at: Rank) -> None:
-    """Random bfloat16 gradients: sums and means in float32, in rank order, rounded once, and equal
-    when repeated."""
+    """Sums and means of bfloat16 are in float32, in rank order, rounded once, and repeatable."""
     with hooks() as (_, sums, _):
         torch.manual_seed(7)
         terms = torch.randn(at.world, at.world, 999).bfloat16()
@@ -296,13 +292,6 @@ def test_hooks(world: int, body: Callable[[Rank], None]) -> None:
     run(world, body)
 
 
-@HOOKS
-@pytest.mark.slow
-@pytest.mark.parametrize("body", [all_gathers, all_sums, sums_in_order])
-def test_hooks_on_the_double_of_hip(body: Callable[[Rank], None]) -> None:
-    hip_ranks.run(2, body)
-
-
 def _on_threads(at: Rank, body: Callable[[Rank], None]) -> None:
     """Run ``body`` on the double of a GPU that has ficco's kernels."""
     thread_driver.serve()
@@ -313,7 +302,8 @@ def _on_threads(at: Rank, body: Callable[[Rank], None]) -> None:
 @HOOKS
 @pytest.mark.slow
 @pytest.mark.parametrize("body", [all_gathers, all_sums, sums_in_order])
-def test_hooks_where_the_kernel_adds_up(body: Callable[[Rank], None]) -> None:
+def test_hooks_on_doubles_of_gpus(body: Callable[[Rank], None]) -> None:
+    hip_ranks.run(2, body)
     run(3, _on_threads, body, fresh=True)
 
 
@@ -391,9 +381,7 @@ def trained(at: Rank, model: Any, mode: str, step: int) -> list[torch.Tensor]:
             loss = loss + model(x).float().sum()
         model.reshard()
     weights = [weight.to_local().clone() for weight in model.parameters()]
-    grads = [
-        weight.grad.to_local().clone() for weight in model.parameters() if weight.grad is not None
-    ]
+    grads = [w.grad.to_local().clone() for w in model.parameters() if w.grad is not None]
     if mode != "accumulated" or step % 3 == 2:
         model.zero_grad()
     return [loss.detach().clone(), *grads, *weights]
@@ -437,9 +425,8 @@ def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
         for kind in workspace.programs.values():
             if (operator := kind.plan.problem.operator) in (GATHER, SUM):
                 (program,) = kind.programs.values()
-                assert program.slot is workspace._slots[0][operator == GATHER], (
-                    "no gather waits for a sum"
-                )
+                # No gather waits for a sum.
+                assert program.slot is workspace._slots[0][operator == GATHER]
         sizes = [buffer.nbytes for buffer in workspace.held]
         assert len(sizes) <= (6 if mode in ("prefetched", "unsharded before") else 3)
         assert workspace.nbytes >= sum(sizes)
@@ -592,8 +579,10 @@ def test_the_bench_is_proven_and_timed(tmp_path: Path) -> None:
 METHODS = "set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"
 
 
-def _in_memory_of_nccl(at: Rank) -> list[Any]:
-    """Return the calls of FSDP2's methods, and the errors of a backend, a device and PyTorch."""
+@HOOKS
+@on_ranks(1)
+def test_ways_in_memory_of_nccl(at: Rank) -> None:
+    """Calls of FSDP2's methods, and the errors of a backend, a device and PyTorch."""
     model, called, refused = stacks.stack(stacks.SHAPES["cpu"][0], at.device, 2), [], []
     ways, kind = (stacks.registered, stacks.symmetric), type(dist.group.WORLD._get_backend(of(at)))
 
@@ -610,15 +599,9 @@ def _in_memory_of_nccl(at: Rank) -> list[Any]:
             refused.append(caught(lambda: stacks.symmetric(model)))
             del FSDPModule.set_symm_mem_for_comm
             refused.append(caught(lambda: stacks.symmetric(model)))
-    return [*called, *refused]
-
-
-@HOOKS
-def test_ways_in_memory_of_nccl() -> None:
-    registered, symmetric, *failures = run(1, _in_memory_of_nccl)[0]
-    assert registered == [(True,)] * 3 and symmetric == [()] * 3, "the model and two blocks"
+    assert called == [[(True,)] * 3, [()] * 3], "the model and two blocks"
     texts = "NCCL allocates no memory", "Backend can not be changed after use", "has no FSDPModule"
-    for failure, text in zip(failures, texts, strict=True):
+    for failure, text in zip(refused, texts, strict=True):
         assert failure.type == "NotImplementedError" and text in failure.text, failure
 
 
@@ -659,53 +642,25 @@ def test_a_lost_rank_is_named(victim: int, how: str, when: str) -> None:
         assert isinstance(again, Failure) and "an earlier call of this group failed" in again.text
 
 
-def _alone(at: Rank) -> Any:
+@HOOKS
+@on_ranks(2, fresh=True)
+def test_use_on_one_rank_only(at: Rank) -> None:
     model = sharded(at, "plain")
-    if at.rank == 1:
-        at.barrier()
-        return None
-    with ficco.options(timeout_s=PATIENCE_S):
-        failure = caught(lambda: fsdp.use(model))
+    if at.rank == 0:
+        with ficco.options(timeout_s=PATIENCE_S):
+            failure = caught(lambda: fsdp.use(model))
+        assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1, failure
+        assert failure.fields["operator"] == "fsdp.use"
     at.barrier()
-    return failure
 
 
 @HOOKS
-def test_use_on_one_rank_only() -> None:
-    failure, _ = run(2, _alone, fresh=True)
-    assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1, failure
-    assert failure.fields["operator"] == "fsdp.use"
-
-
-def _differently(at: Rank) -> Any:
+@on_ranks(2, fresh=True)
+def test_use_with_different_arguments(at: Rank) -> None:
     model = sharded(at, "plain")
-    return caught(lambda: fsdp.use(model, reduce_scatter=at.rank == 0))
-
-
-@HOOKS
-def test_use_with_different_arguments() -> None:
-    for failure in run(2, _differently, fresh=True):
-        assert failure.type == "RankMismatch", failure
-        assert "reduce_scatter=True" in failure.text and "reduce_scatter=False" in failure.text
-
-
-def _refused(at: Rank) -> list[Failure]:
-    model, calls = sharded(at, "plain"), list[Callable[[], Any]]()
-    calls += [lambda: fsdp.use(nn.Linear(2, 2)), lambda: fsdp.use("model")]  # type: ignore[arg-type]
-    calls.append(lambda: fsdp.use(model, buffer_bytes=-1))
-    calls.append(lambda: fsdp.use(model, reduce_scatter="yes"))  # type: ignore[arg-type]
-    offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    calls.append(lambda: fsdp.use(offloaded))
-    failures = [caught(call) for call in calls]
-    assert not any(failure is None for failure in failures)
-    fsdp.use(model)
-    failures.append(caught(lambda: fsdp.use(model.blocks[1])))  # type: ignore[arg-type]
-    with mock.patch.object(FSDPModule, "set_custom_reduce_scatter", create=True):
-        del FSDPModule.set_custom_reduce_scatter
-        failures.append(caught(lambda: fsdp.use(model)))
-    trained(at, model, "plain", 1)  # the group stays usable
-    ficco.close()
-    return failures
+    failure = caught(lambda: fsdp.use(model, reduce_scatter=at.rank == 0))
+    assert failure.type == "RankMismatch", failure
+    assert "reduce_scatter=True" in failure.text and "reduce_scatter=False" in failure.text
 
 
 REFUSALS = (
@@ -720,28 +675,35 @@ REFUSALS = (
 
 
 @HOOKS
-def test_bad_input_is_refused() -> None:
-    for failures in run(2, _refused):
-        for failure, (kind, text) in zip(failures, REFUSALS, strict=True):
-            assert failure.type == kind and re.search(text, failure.text), failure
-
-
-def _on_hosts(at: Rank) -> list[Any]:
-    os.environ["FICCO_HOST"] = f"host-{at.rank}"
-    try:
-        model = sharded(at, "plain")
-        rows = fsdp.use(model)
-        trained(at, model, "plain", 1)
-        return [*rows, *map(str, rows)]
-    finally:
-        del os.environ["FICCO_HOST"]
-        ficco.close()
+@on_ranks(2)
+def test_bad_input_is_refused(at: Rank) -> None:
+    model, calls = sharded(at, "plain"), list[Callable[[], Any]]()
+    calls += [lambda: fsdp.use(nn.Linear(2, 2)), lambda: fsdp.use("model")]  # type: ignore[arg-type]
+    calls.append(lambda: fsdp.use(model, buffer_bytes=-1))
+    calls.append(lambda: fsdp.use(model, reduce_scatter="yes"))  # type: ignore[arg-type]
+    offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    calls.append(lambda: fsdp.use(offloaded))
+    failures = [caught(call) for call in calls]
+    fsdp.use(model)
+    failures.append(caught(lambda: fsdp.use(model.blocks[1])))  # type: ignore[arg-type]
+    with mock.patch.object(FSDPModule, "set_custom_reduce_scatter", create=True):
+        del FSDPModule.set_custom_reduce_scatter
+        failures.append(caught(lambda: fsdp.use(model)))
+    trained(at, model, "plain", 1)  # the group stays usable
+    ficco.close()
+    for failure, (kind, text) in zip(failures, REFUSALS, strict=True):
+        assert failure.type == kind and re.search(text, failure.text), failure
 
 
 @HOOKS
-def test_groups_of_several_hosts_and_of_one_rank_are_left() -> None:
-    for rows in run(2, _on_hosts):
-        assert {row.left for row in rows[:5]} == {"its ranks are on 2 hosts"}
-        assert rows[5] == "model: 32 elements, 2 ranks: left to PyTorch: its ranks are on 2 hosts"
-    for rows in run(1, _on_hosts):
-        assert {row.left for row in rows[:5]} == {"it has one rank"}
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_groups_of_several_hosts_and_of_one_rank_are_left(at: Rank) -> None:
+    why = "it has one rank" if at.world == 1 else "its ranks are on 2 hosts"
+    with host_of(at, at.world):
+        model = sharded(at, "plain")
+        rows = fsdp.use(model)
+        trained(at, model, "plain", 1)
+    assert [row.left for row in rows] == [why] * 5
+    assert str(rows[0]).startswith("model: ")
+    assert str(rows[0]).endswith(f" elements, {at.world} ranks: left to PyTorch: {why}")

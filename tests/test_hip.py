@@ -208,8 +208,7 @@ def test_one_queue_is_late(at: Rank) -> None:
 
 @on_double(2)
 def test_a_trial_of_signals_disturbs_no_call_that_has_begun(at: Rank) -> None:
-    """Rank 0 tests its writes to a peer after the peer's first call has begun, and releases its
-    slot late. The peer would believe a trial that marks the slot as free."""
+    """Rank 0 tries writes after rank 1's first call has begun, and releases its slot late."""
     case = equal(2, 8, 8, 8, schedule="shard-overlap:pull")
     with ficco.options(workspace_bytes=1 << 20, timeout_s=8):
         exact(at, case.on(schedule="serial:collective"), 0)  # makes the engine, sends no signals
@@ -238,9 +237,7 @@ def test_a_mesh_of_eight_has_a_copy_queue_for_each_link() -> None:
         problem = Problem("all_gather_matmul", (16,) * 8, 8, 24, "bfloat16")
         for plan in plans(problem, Schedule.parse(name)):
             moves = [(step.lane, move) for step in plan.steps if (move := step.copy)]
-            pairs = {
-                (lane, ({move.src.rank, move.dst.rank} - {plan.rank}).pop()) for lane, move in moves
-            }
+            pairs = {(lane, ({m.src.rank, m.dst.rank} - {plan.rank}).pop()) for lane, m in moves}
             assert len(pairs) == 7 == len({lane for lane, _ in pairs}), "two links share a queue"
 
 
@@ -261,14 +258,9 @@ def test_times_of_steps(at: Rank) -> None:
 #: Modes of a capture.
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 GRAPHED = (
-    "serial",
-    "growing",
-    "shrinking:pull",
-    "shard-overlap:copy=2,compute=2",
-    "hetero-fused-1d:pieces=4",
-    "uniform-unfused-1d:pull,copy=2",
-    "hetero-fused-2d:pieces=4",
-    "uniform-unfused-2d:compute=2",
+    *("serial", "growing", "shrinking:pull", "shard-overlap:copy=2,compute=2"),
+    *("hetero-fused-1d:pieces=4", "uniform-unfused-1d:pull,copy=2"),
+    *("hetero-fused-2d:pieces=4", "uniform-unfused-2d:compute=2"),
 )
 
 
@@ -295,9 +287,8 @@ class Graphed:
         self.inputs = [make(at, case, 0) for case in cases]
         self.stream = engine().work.lane("caller")
         value_of(hip.hipStreamBeginCapture(self.stream, hip.hipStreamCaptureMode(mode)))
-        self.results = [
-            call(case, inputs.a, inputs.b) for case, inputs in zip(cases, self.inputs, strict=True)
-        ]
+        pairs = zip(cases, self.inputs, strict=True)
+        self.results = [call(case, inputs.a, inputs.b) for case, inputs in pairs]
         graph = value_of(hip.hipStreamEndCapture(self.stream))
         self.graph = value_of(hip.hipGraphInstantiateWithFlags(graph, 0))
         value_of(hip.hipGraphDestroy(graph))
@@ -317,8 +308,7 @@ class Graphed:
 
 
 def replayed(at: Rank, schedules: Sequence[str], count: int, first: int = GLOBAL) -> None:
-    """Mix replays of two graphs with eager calls of the same and of other problems. The mode of
-    the captures rotates."""
+    """Mix replays of two graphs with eager calls. The mode of the captures rotates."""
     choice = random.Random(count)
     with clean():
         exact(at, equal(3, 4, 4, 4), 0)
@@ -414,8 +404,7 @@ def test_memory_that_a_peer_may_map_is_not_freed(at: Rank) -> None:
 
 
 class Way(NamedTuple):
-    """A request in FICCO_HIP or options, a HIP call that it leads to, and the texts by which the
-    engine's capabilities describe it."""
+    """A request in FICCO_HIP or options, its HIP call, and texts of the engine's capabilities."""
 
     request: str
     call: str
@@ -538,12 +527,8 @@ CODES = {1: "hipErrorInvalidValue", 2: "hipErrorOutOfMemory", 719: "hipErrorLaun
 
 
 class Error(NamedTuple):
-    """A HIP function that fails at its ``first``-th call after the injection.
-
-    Attributes:
-        schedule: Schedule of the ficco calls, if only some schedules call the function.
-        ways: Request in FICCO_HIP during the ficco calls.
-    """
+    """A HIP function that fails at its ``first``-th call after the injection. ``schedule`` and
+    ``ways`` are those of the ficco calls."""
 
     call: str
     first: int
@@ -625,8 +610,7 @@ class Injected(NamedTuple):
 
 
 def injected(at: Rank, failing: list[tuple[Error, int]], warm: bool = False) -> list[Injected]:
-    """Inject each error with its code on rank 1, into its first or a ``warm`` call, and return the
-    outcomes on this rank."""
+    """Inject each error on rank 1, into its first or a ``warm`` call; return a rank's outcomes."""
     outcomes = []
     for number, (error, code) in enumerate(failing):
         name, group = error.call.encode(), dist.new_group([0, 1])
@@ -720,9 +704,8 @@ def _closing(at: Rank) -> list[Any]:
 
 def test_errors_of_closing() -> None:
     (of_peer, leaks_of_peer), (of_failed, leaks_of_failed) = run(2, compiling, _closing)
-    for (name, _), (peer, violations_of_peer), (failed, violations) in zip(
-        CLOSING, of_peer, of_failed, strict=True
-    ):
+    rows = zip(CLOSING, of_peer, of_failed, strict=True)
+    for (name, _), (peer, violations_of_peer), (failed, violations) in rows:
         assert peer is None and not violations_of_peer and not violations
         assert (failed.type, failed.fields["call"]) == ("BackendError", name)
     assert (leaks_of_peer, leaks_of_failed) == (0, LEFT_BY_CLOSING)
@@ -741,8 +724,7 @@ def _all_calls(at: Rank) -> list[str]:
 
 
 def test_every_call_is_made_to_fail() -> None:
-    """Each HIP function is in a list above, or is listed here with the reason why no test makes it
-    fail."""
+    """Each HIP function is in a list above, or here with the reason why no test makes it fail."""
     not_failed = {"hipEventElapsedTime"}  # only times the steps of timed calls
     not_failed |= {"hipEventDestroy"}  # its errors are ignored
     # A failure leaves the double's stream in the capture and leaks its graph, with no other effect.
@@ -879,13 +861,11 @@ def first_calls(at: Rank, requests: Sequence[str]) -> list[tuple[Any, int]]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "refused"), REFUSED, ids=["-".join(settings) for settings, _ in REFUSED]
+    ("lacks", "refused"), REFUSED, ids=["-".join(lacks) for lacks, _ in REFUSED]
 )
-def test_unsupported_machines(
-    settings: dict[str, int], refused: dict[str, tuple[str, ...]]
-) -> None:
+def test_unsupported_machines(lacks: dict[str, int], refused: dict[str, tuple[str, ...]]) -> None:
     env = {"PATH": "/nowhere", "ROCM_PATH": "/nowhere"}  # no compiler for kernels
-    for errors in run(2, first_calls, [*refused], settings=settings, env=env):
+    for errors in run(2, first_calls, [*refused], settings=lacks, env=env):
         for (error, leaks), (signals, (kind, *words)) in zip(errors, refused.items(), strict=True):
             assert error.type == kind and not leaks, error
             assert all(word in error.text for word in words), error.text

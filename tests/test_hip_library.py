@@ -132,8 +132,7 @@ def test_nothing_is_packed_where_the_runtime_copies_rectangles(at: Rank) -> None
 
 
 def _failing(at: Rank, names: Sequence[str]) -> list[tuple[Any, int, int]]:
-    """The outcome, launches and unloaded modules for each HIP call that fails on rank 1 during
-    packing. Schedules that need kernels work afterwards."""
+    """The outcome, launches and unloaded modules for each HIP call that fails on rank 1."""
     outcomes = []
     case = equal(2, 24, 40, 16, schedule="hetero-fused-2d")
     for name in names:

@@ -183,9 +183,7 @@ def test_the_reason_of_a_peer_giving_up_is_raised(at: Rank, explains: bool, reus
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_dead_peer_is_named_without_permission_to_inspect_it(
-    monkeypatch: pytest.MonkeyPatch, ended: bool
-) -> None:
+def test_a_dead_peer_that_is_hidden_is_named(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
     """The descriptors of an ended process belong to root, even before its parent waits for it."""
     command = [sys.executable, "-c", "" if ended else "input()"]
     peer = subprocess.Popen(command, stdin=subprocess.PIPE)

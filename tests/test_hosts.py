@@ -47,13 +47,9 @@ from ficco.simulate import predict
 TOPOLOGIES = ((2, 2), (3, 2), (2, 1), (2, 3), (3, 1))
 PIECES = "hetero-fused-1d:pieces=2"
 SCHEDULES = (
-    *NAMED,
-    "hetero-fused-1d:pieces=3,tail=2",
-    "hetero-unfused-1d:pieces=2,order=peer,copy=3,compute=2",
-    "hetero-fused-2d:pieces=3",
-    "uniform-unfused-2d:tail=2",
-    "uniform-fused-1d:pieces=2,tail=3",
-    "shard-overlap:kernel",
+    *(*NAMED, "hetero-fused-1d:pieces=3,tail=2"),
+    *("hetero-unfused-1d:pieces=2,order=peer,copy=3,compute=2", "hetero-fused-2d:pieces=3"),
+    *("uniform-unfused-2d:tail=2", "uniform-fused-1d:pieces=2,tail=3", "shard-overlap:kernel"),
 )
 #: Seconds that a call waits for a peer, and seconds that a busy machine may add.
 PATIENCE_S, SLACK_S = 3.0, 6.0
@@ -286,8 +282,7 @@ def test_warm_calls_that_disagree_between_hosts_are_noticed(at: Rank) -> None:
 
 
 def losing(at: Rank, victims: Sequence[int], how: Any, calls: Callable[[], Any]) -> Any:
-    """Send a signal to ``victims`` or run ``how`` on them, then make calls. Returns the outcome and
-    seconds of the calls, and the outcome of closing the group."""
+    """Lose ``victims``, then make calls; return their outcome and seconds, and that of closing."""
     at.barrier()
     if at.rank in victims:
         how() if callable(how) else os.kill(os.getpid(), how)
@@ -320,8 +315,7 @@ def bereaved(
 
 
 def assert_all_learn(outcomes: Sequence[Any], victims: Sequence[int]) -> None:
-    """All survivors get an error in time. Some errors name a lost rank, the others a survivor that
-    depends on a lost rank."""
+    """All survivors get an error in time, which names a lost rank or a survivor that needs one."""
     survivors, blamed = set(range(len(outcomes))) - set(victims), set()
     for rank in survivors:
         outcome, seconds, closed = outcomes[rank]

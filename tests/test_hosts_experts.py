@@ -38,8 +38,7 @@ def layer_of(
 @settings(max_examples=40)
 @given(data=st.data())
 def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
-    """Each row for another host is sent once to each rank that multiplies it, and returns once.
-    Copies stay within a host."""
+    """Each row for another host is sent once to each rank that multiplies it, and returns once."""
     operator = data.draw(st.sampled_from(list(EXPERT_OPERATORS)))
     hosts, local = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     sizes = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))

@@ -27,7 +27,7 @@ import torch
 from cases import all_exact, call, equal, exact, make, verify
 from ranks import Rank, caught, gave_up, on_ranks
 from test_hosts import PIECES, assert_all_learn, bereaved, host_of, problem_of
-from test_third_vendor import _on_threads
+from test_third_vendor import device  # noqa: F401  on this module's ranks, too
 
 import ficco
 from ficco.dma.engine import Engine, Missing
@@ -36,12 +36,6 @@ from ficco.dma.messages import GlooLinks
 from ficco.errors import BackendError, SignalTimeout
 from ficco.runtime.workspace import workspaces
 from ficco.schedules import NAMED, plans
-
-
-@pytest.fixture(scope="module", autouse=True)
-def device() -> Iterator[str]:
-    with ranks.around(_on_threads, {}):
-        yield "cpu"
 
 
 def engine() -> Any:

@@ -107,7 +107,7 @@ def same(result: torch.Tensor | None, want: torch.Tensor, about: str) -> None:
 
 
 def same_gradients(
-    model: nn.Module, whole: nn.Module, about: str, rank: int, world: int, times: float = 1
+    model: Any, whole: Any, about: str, rank: int, world: int, times: float = 1
 ) -> None:
     """Fail unless parameters have the gradients of the unsharded model, or this rank's parts."""
     for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
@@ -123,17 +123,9 @@ def same_gradients(
 
 
 def as_unsharded(
-    at: Rank,
-    model: nn.Module,
-    whole: nn.Module,
-    x: torch.Tensor,
-    grad: torch.Tensor,
-    cut: Callable[[torch.Tensor], torch.Tensor],
-    about: str,
-    called: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    at: Rank, model: Any, whole: Any, x: Any, grad: Any, cut: Any, about: str, called: Any = None
 ) -> None:
-    """Fail unless a model, called with this rank's cut of an input, returns the cut of the
-    unsharded result and computes the same gradients."""
+    """Fail unless a model returns the cut of the unsharded result and computes its gradients."""
     model.zero_grad()
     whole.zero_grad()
     full_x, own_x = x.clone().requires_grad_(), cut(x).clone().requires_grad_()
@@ -193,9 +185,8 @@ def _kinds(at: Rank) -> None:
     x, hidden = (integers(SEQUENCE, size, seed=3, most=1) for size in (HIDDEN, WIDE))
     for dtype in (torch.bfloat16, torch.float16, torch.float64):  # exact: at most 12 terms of 2
         whole, inputs = pair().to(dtype), (x.to(dtype), hidden.to(dtype))
-        for layer, full, operand, dims in zip(
-            over_ranks(whole), whole, inputs, ((0, 1), (1, 0)), strict=True
-        ):
+        pairs = zip(over_ranks(whole), whole, inputs, ((0, 1), (1, 0)), strict=True)
+        for layer, full, operand, dims in pairs:
             result = layer(part(operand, at, dims[0]))
             same(result, part(full(operand), at, dims[1]), f"{dtype}: {layer}")
     frozen = linear(HIDDEN, WIDE, 1).requires_grad_(False).eval()
@@ -295,8 +286,7 @@ def _more_than_weights(at: Rank) -> None:
 
 
 def _unequal(at: Rank) -> None:
-    """The unsharded state_dict if one element of a parameter differs on one rank, or if
-    elements are swapped."""
+    """One element of a parameter differs on one rank, or elements are swapped."""
     names = ["0.weight", "2.bias", "4.o_proj.weight", "5.weight"]
     kinds = (None, torch.float32), (mesh_of(at), torch.bfloat16), (None, torch.float64)
     for group, dtype in kinds:
@@ -414,9 +404,7 @@ def _wrong_use(at: Rank) -> None:
 def _one_gather(at: Rank) -> None:
     wholes = nn.ModuleList(linear(HIDDEN, 4 * n, n, bias=n != 2) for n in (1, 2, 3))
     wholes[1].requires_grad_(False)
-    layers = nn.ModuleList(
-        ColumnParallelLinear.from_linear(whole, sequence_dim=1) for whole in wholes
-    )
+    layers = nn.ModuleList(ColumnParallelLinear.from_linear(one, sequence_dim=1) for one in wholes)
     rows = [3, 0, 4, 1]
     x = integers(3, SEQUENCE, HIDDEN, seed=3).requires_grad_()
     grads = [integers(3, SEQUENCE, 4 * n, seed=n) for n in (1, 2, 3)]
@@ -477,8 +465,7 @@ def block(group: Any = None) -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def _summed(at: Rank, names: tuple[str, ...]) -> None:
-    """Gradients of a block whose replicated parameters are declared by one call. The hooks survive
-    a copy of the module, compilation, and FSDP."""
+    """One call declares replicated parameters. Hooks survive copies, compilation and FSDP."""
     x, grad = (integers(SEQUENCE, HIDDEN, seed=seed, most=1) for seed in (5, 6))
     mesh = mesh_of(at) if at.world == 2 else grid()
     pairs = [dist.new_group([first, first + 1]) for first in range(0, at.world, 2)]
@@ -530,8 +517,7 @@ def _meta(at: Rank) -> None:
 
 
 def _skipped(at: Rank) -> None:
-    """If rank 1 has an infinite gradient, the gradient scaler of docs/modules.md skips the step on
-    all ranks."""
+    """If rank 1 has an infinite gradient, the scaler of docs/modules.md skips all steps."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     for group, wrong in itertools.product((None, mesh_of(at)), ("", "0", "1", "3")):
@@ -691,8 +677,7 @@ def double_weight(layer: nn.Module, args: Any) -> None:
 
 
 class Mlp(nn.Module):
-    """Two layers that share an input, and a third layer after them. ``variant``: a change of the
-    layers, or of the input between their calls."""
+    """Two layers that share an input, and a third. ``variant``: a change of layers or input."""
 
     def __init__(self, variant: str = "") -> None:
         super().__init__()

@@ -139,8 +139,7 @@ def test_errors_keep_to_their_bounds(device: str, schedule: str) -> None:
 
 
 def _mixed(at: Rank, calls: int, tiled: bool) -> None:
-    """Operators in a random order on the same slots; a common seed gives all ranks the same order.
-    On CPUs every copy has a random delay."""
+    """Operators in a random order on the same slots. On CPUs every copy has a random delay."""
     chance = random.Random(at.world)
     requests = [*product(SUMS, RINGS)]
     for _ in range(calls):
@@ -229,8 +228,7 @@ def test_auto_keeps_to_any_cap(at: Rank) -> None:
 
 @on_ranks(2)
 def test_any_cap_is_exact_or_refused(at: Rank) -> None:
-    """A call is exact under any cap, or refused. The cap that the error requires is enough, and one
-    byte less is not."""
+    """The cap that the error requires is enough, and one byte less is not."""
     for operator, n in product((*OPERATORS, "all_gather_matmul"), (250, 5)):
         rows = rows_for(operator, at.world, "ragged")
         case, subject = Case(rows, (8, n), schedule="shard-overlap"), SUBJECTS[operator]

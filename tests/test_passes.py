@@ -209,14 +209,10 @@ DYNAMIC = (
 def inputs(program: Program, rank: int) -> list[torch.Tensor]:
     """Small integers that depend on the rank, so that every sum is exact in every dtype."""
     rng = torch.Generator().manual_seed(97 * rank + len(program.name))
-    return [
-        torch.randint(-3, 4, shape, generator=rng).to(program.dtype) for shape in program.shapes
-    ]
+    return [torch.randint(-3, 4, size, generator=rng).to(program.dtype) for size in program.shapes]
 
 
-def trace(
-    fn: Callable[..., Any], tensors: list[torch.Tensor], group: Any, **options: Any
-) -> torch.fx.GraphModule:
+def trace(fn: Callable[..., Any], tensors: Any, group: Any, **options: Any) -> torch.fx.GraphModule:
     options = {"tracing_mode": "fake"} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # deprecated names of collectives
@@ -312,8 +308,7 @@ def _train(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.
 
 @on_ranks(WORLD)
 def test_a_parallelised_model_has_its_collectives_replaced(at: Rank) -> None:
-    """In the forward, and in the backward, which adds two products. Without sequence parallelism
-    the collectives are all-reduces."""
+    """Forward and backward, which adds two products. Without sequence parallelism: all-reduces."""
     for layout in (Shard(1), Replicate()):
         torch._dynamo.reset()
         sequence = layout == Shard(1)
@@ -509,8 +504,8 @@ FUNCTIONAL, WRITES = torch.ops._c10d_functional, "irecv may write to the operand
         ),
     ],
 )
-def test_messages_and_other_collectives_are_reported_by_name(
-    fn: Callable[..., Any], says: dict[str, str], groups: dict[int, Any]
+def test_other_collectives_are_reported_by_name(
+    fn: Any, says: dict[str, str], groups: dict[int, Any]
 ) -> None:
     report = passes.replace(trace(fn, ONES, groups[2]))
     assert not report and [entry.collective for entry in report] == list(says)

@@ -151,8 +151,7 @@ def rotated(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 @ranks(1, 2, 4)
 @on_ranks(timeout=280)
 def test_layers(at: Rank) -> None:
-    """Results and gradients of all parameters, compared with PyTorch's: float64 sums are in another
-    order, so they differ by rounding."""
+    """Compare with PyTorch's: float64 sums in another order differ by rounding."""
     sizes = [(own * at.world, kv) for own, kv in ((4, 4), (4, 2), (4, 1), (8, 2), (3, 3))]
     for turn, (heads, kv_heads) in enumerate(pair for pair in sizes if pair[0] % pair[1] == 0):
         torch.manual_seed(turn)  # the same on all ranks

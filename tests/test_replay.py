@@ -253,8 +253,7 @@ def test_a_call_has_no_more_copies_than_a_stream_holds() -> None:
 
 
 def test_the_courier_learns_what_delays_it() -> None:
-    """Late starts and slow copies are compensated after some calls, except for a piece due sooner
-    than a copy can finish."""
+    """Late starts and slow copies are compensated, except for a piece due before a copy can end."""
     delays, stamps = (0.2, 0.1, 0.4), [SimpleNamespace(at=0.0) for _ in range(3)]
     begin: Any = SimpleNamespace(seconds_to=lambda stamp: stamp.at)
     ends, unused = (1.0, 1.5, 1.7), cast(Any, None)
@@ -385,7 +384,9 @@ def _played_by_threads(lost: str) -> None:
     products.REFIT_S, replay.TIMEOUT_S = 0.5, 3.0
 
 
-def _bench(at: Rank, case: Case, mode: str, folder: str) -> list[dict[str, Any]]:
+@pytest.mark.parametrize(("case", "mode"), CASES, ids=("gather", "scatter"))
+@ranks.on_ranks(1, fresh=True, timeout=200)
+def test_the_bench_of_a_replay(at: Rank, tmp_path: Path, case: Case, mode: str) -> None:
     _played_by_threads(lost="shrinking")
     settings = harness.BenchSettings(
         subject=replace(bench_products.SUBJECT, schema=REPLAY),
@@ -395,21 +396,15 @@ def _bench(at: Rank, case: Case, mode: str, folder: str) -> list[dict[str, Any]]
         device="cpu",
         rounds=2,
         seconds=600,
-        csv=Path(folder) / "rows.csv",
+        csv=tmp_path / "rows.csv",
         replayed=replay.Replayed(world=3, rank=1, machine="h200-4", products=products.refitted),
     )
-    rows = harness.bench(settings)
-    assert rows is not None
-    about = read_description(settings.csv)
+    frame = harness.bench(settings)
+    assert frame is not None
+    rows, about = records(frame), read_description(settings.csv)
     text = report(REPLAY.read(settings.csv), about, "rows", [])
     assert "plays rank 1 of 3" in text and "growing" in text and "its planned time is off" in text
     assert "planned time" not in report(BENCH.read(settings.csv), about, "rows", [])
-    return records(rows)
-
-
-@pytest.mark.parametrize(("case", "mode"), CASES, ids=("gather", "scatter"))
-def test_the_bench_of_a_replay(tmp_path: Path, case: Case, mode: str) -> None:
-    rows = ranks.run(1, _bench, case, mode, str(tmp_path), fresh=True, timeout=200)[0]
     machine = find("h200-4", None)
     assert machine is not None
     measured = ["gemm", "copies", "ideal", "serial", "growing", "tiled", "growing:pull"]
@@ -439,18 +434,20 @@ def test_the_bench_of_a_replay(tmp_path: Path, case: Case, mode: str) -> None:
 LOST = "hetero-fused-1d:pieces=2"
 
 
-def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
+@ranks.on_ranks(1, fresh=True)
+def test_the_bench_of_ways_is_replayed(at: Rank, tmp_path: Path) -> None:
+    """No peer's row is sent and no collective is called; the rest is timed against its parts."""
     _played_by_threads(LOST)
     replay.TIMEOUT_S = 0.5
     replay.gpu.get_device_name = lambda device: "NVIDIA H100 80GB HBM3"  # type: ignore[assignment]
-    machine, slow = find("h200-4", None), Path(folder) / "slow.yaml"
+    machine, slow = find("h200-4", None), tmp_path / "slow.yaml"
     assert machine is not None
     save(replace(machine, copies=None), slow)
     replayed = replay.Replayed(world=2, rank=1, machine=str(slow))
     with pytest.raises(ValueError, match="'topology' and 'copies'"):
-        replay.replayed_watch(replayed, Path(folder) / "none.csv", CPU)
+        replay.replayed_watch(replayed, tmp_path / "none.csv", CPU)
     save(link(machine, latency_us=2000.0), slow)
-    recorded = []
+    recorded: list[Any] = []
     for room, schedules in ((attention, ("serial", LOST, "auto")), (experts, ())):
         settings = harness.BenchSettings(
             subject=room.SUBJECT,
@@ -460,7 +457,7 @@ def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
             device="cpu",
             rounds=3,
             seconds=600,
-            csv=Path(folder) / f"{room.SUBJECT.name}.csv",
+            csv=tmp_path / f"{room.SUBJECT.name}.csv",
             replayed=replayed,
         )
         rows = harness.bench(settings)
@@ -468,18 +465,12 @@ def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
         text = harness.report(room.SUBJECT, rows, read_description(settings.csv), "name")
         assert "plays rank 1 of 2" in text and "| copies | " in text and "SignalTimeout" in text
         recorded += records(rows)
-    return recorded
-
-
-def test_the_bench_of_ways_is_replayed(tmp_path: Path) -> None:
-    """No peer's row is sent and no collective is called; the rest is timed against its parts."""
-    rows = ranks.run(1, _ways, str(tmp_path), fresh=True)[0]
     for case, part, stages in (
         ("all_gather_attention", "attention", 1),
         ("ulysses_attention", "attention", 2),
         ("experts", "products", 2),
     ):
-        by_way = {row["way"]: row for row in rows if row.get("operator", "experts") == case}
+        by_way = {row["way"]: row for row in recorded if row.get("operator", "experts") == case}
         lost = by_way.pop(LOST)
         refused = case == "ulysses_attention"
         assert lost["status"] == ("skipped" if refused else "failed"), lost
@@ -497,8 +488,7 @@ def test_the_bench_of_ways_is_replayed(tmp_path: Path) -> None:
     about = json.loads((tmp_path / "experts.json").read_text())
     assert about["ranks"] == 2 and "from GPUs like those of h100-2" in about["note"]
     # The ranks' topology is that of 4 H200, their GPUs are H100.
-    joined, devices = find("h200-4", None), find("h100-2", None)
-    replayed = find(str(tmp_path / "experts_machine.yaml"), None)
-    assert replayed and joined and devices and replayed.topology == joined.topology
+    devices, fitted = find("h100-2", None), find(str(tmp_path / "experts_machine.yaml"), None)
+    assert fitted and devices and fitted.topology == machine.topology
     for block in ("gemm", "experts", "attention", "memory"):
-        assert getattr(replayed, block) == getattr(devices, block)
+        assert getattr(fitted, block) == getattr(devices, block)

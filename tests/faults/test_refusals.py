@@ -124,8 +124,7 @@ def _numbered(group: Any) -> int:
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
 @on_ranks(2)
 def test_a_call_that_one_rank_refuses(at: Rank, warm: bool) -> None:
-    """One rank refuses a call that its peers make. The refusal counts as one call, even if it
-    passes through several public functions."""
+    """A refusal counts as one call, even if it passes through several public functions."""
     group = dist.new_group(list(range(at.world)))
     calls = list(_calls(at.world, group).items())
     for turn, (name, (valid_call, refused_call, word)) in enumerate(calls if warm else calls[::3]):

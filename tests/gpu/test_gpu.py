@@ -98,9 +98,7 @@ def settle(at: Rank) -> None:
 # Exact results that the contract does not cover.
 
 
-def drawn(
-    name: str, world: int, schedules: Sequence[str], kinds: Sequence[str], **fixed: Any
-) -> list[tuple[str, subjects.Case]]:
+def drawn(name: str, world: int, schedules: Any, kinds: Any, **fixed: Any) -> list[Any]:
     """Return a case of a subject for each schedule. All other fields are random."""
     subject, chance = SUBJECTS[name], random.Random(f"{name} {world}")
     cases = []
@@ -119,17 +117,13 @@ def on_device(at: Rank, name: str, case: subjects.Case, iteration: int) -> list[
     return operands + [x.to(at.device) for x in subject.constants(case, at.rank, iteration)]
 
 
-def called(
-    name: str, case: subjects.Case, tensors: Sequence[torch.Tensor], group: Any = None
-) -> list[torch.Tensor]:
+def called(name: str, case: subjects.Case, tensors: Any, group: Any = None) -> list[torch.Tensor]:
     subject, count = SUBJECTS[name], len(SUBJECTS[name].operands)
     operands = subject.laid_out(case, list(tensors[:count]))
     return subject.call(case, operands, list(tensors[count:]), group=group)
 
 
-def right(
-    at: Rank, name: str, case: subjects.Case, iteration: int, results: Sequence[torch.Tensor]
-) -> None:
+def right(at: Rank, name: str, case: subjects.Case, iteration: int, results: Any) -> None:
     subject = SUBJECTS[name]
     operands = [subject.make(case, rank, iteration) for rank in range(at.world)]
     wanted = subject.together(case, operands, iteration)[at.rank]
@@ -270,17 +264,9 @@ def test_recorded_calls_follow_the_settings_of_products(at: Rank) -> None:
 
 
 GRAPHED = (
-    "serial",
-    "serial:collective",
-    "growing",
-    "shrinking:pull",
-    "shard-overlap:copy=2,compute=2",
-    "hetero-fused-1d:pieces=4",
-    "uniform-unfused-1d:pull,copy=2",
-    "hetero-fused-2d:pieces=4",
-    "uniform-unfused-2d:compute=2",
-    "serial:kernel",
-    "hetero-fused-1d:pieces=2,kernel",
+    *("serial", "serial:collective", "growing", "shrinking:pull", "shard-overlap:copy=2,compute=2"),
+    *("hetero-fused-1d:pieces=4", "uniform-unfused-1d:pull,copy=2", "hetero-fused-2d:pieces=4"),
+    *("uniform-unfused-2d:compute=2", "serial:kernel", "hetero-fused-1d:pieces=2,kernel"),
 )
 
 
@@ -318,8 +304,7 @@ class Graphed(Resident):
 
 
 def in_one_graph(at: Rank, cases: Sequence[tuple[str, subjects.Case]], group: Any = None) -> None:
-    """Capture more calls than there are slots in one graph. Replay it with other operands, between
-    eager calls, which ficco records."""
+    """Capture more calls than slots. Replay them with other operands, between eager calls."""
 
     assert len(cases) > SLOTS
     contents = [[on_device(at, *case, iteration) for case in cases] for iteration in range(20)]
@@ -347,9 +332,7 @@ def in_one_graph(at: Rank, cases: Sequence[tuple[str, subjects.Case]], group: An
             right(at, *cases[i], iteration, tensors)
 
 
-def alike(
-    name: str, world: int, schedules: Sequence[str], **fixed: Any
-) -> list[tuple[str, subjects.Case]]:
+def alike(name: str, world: int, schedules: Sequence[str], **fixed: Any) -> list[Any]:
     """Return cases that graphs can capture: equal rows, contiguous operands; GEMMs in bfloat16."""
     if name in OPERATORS:
         fixed = {"sizes": (64, 96), "dtype": "bfloat16", **fixed}
@@ -384,12 +367,8 @@ def test_sums_in_one_graph(world: int, operator: str, schedule: str) -> None:
 def test_two_shots_in_one_graph(world: int, sizes: tuple[int, int]) -> None:
     """Sums in one share and in several, and rows of 97 elements, which no launch exchanges."""
     names = ["two-shot", "one-shot", "two-shot", "two-shot:pieces=3", "two-shot"]
-    run(
-        world,
-        first_in_a_graph,
-        alike("matmul_all_reduce", world, names, sizes=sizes),
-        device="cuda",
-    )
+    cases = alike("matmul_all_reduce", world, names, sizes=sizes)
+    run(world, first_in_a_graph, cases, device="cuda")
 
 
 @ranks(2, 4)
@@ -412,8 +391,7 @@ def test_tiled_calls_captured_on_every_stream(at: Rank) -> None:
 
 
 def _two_groups(at: Rank, schedules: Sequence[str], in_order: bool) -> None:
-    """Replay graphs of two groups on two streams: in one order with eager calls, or without, in an
-    order that differs between ranks."""
+    """Replay graphs of two groups: in one order with eager calls, or in an order for each rank."""
     local, case = random.Random(at.rank), equal(at.world, 512, 2048, 512, dtype="bfloat16")
     cases = [case.on(schedule=name) for name in schedules]
     groups = [everyone(at) for _ in cases]
@@ -450,8 +428,7 @@ def test_graphs_of_two_groups_in_any_order(world: int) -> None:
 
 
 def _growth_beside_recordings(at: Rank) -> None:
-    """One thread's calls are recorded, while growing calls of another thread free memory after they
-    wait for the device."""
+    """One thread's calls are recorded, while growing calls of another thread free memory."""
     from ficco.dma import memories
 
     groups = [everyone(at) for _ in range(2)]
@@ -512,13 +489,7 @@ def test_operands_freed_right_after_the_call(at: Rank, schedule: str, layout: st
         verify(case, results, sample, f"rank {at.rank}, iteration {iteration}:")
 
 
-def jittered(
-    at: Rank,
-    seed: int,
-    calls: int,
-    kinds: Sequence[Any],
-    once: Callable[[int, Any], tuple[torch.Tensor, torch.Tensor]],
-) -> int:
+def jittered(at: Rank, seed: int, calls: int, kinds: Sequence[Any], once: Any) -> int:
     """Run calls of ``kinds`` on three streams, with ranks out of step. ``once`` takes the number
     and the kind of a call, and returns its result and the right one. The GPU compares the results
     after six later calls. Graphs and resident calls stay on one stream."""
@@ -559,9 +530,7 @@ def jittered(
     return calls
 
 
-def known(
-    at: Rank, name: str, case: subjects.Case, iteration: int, backward: bool = False
-) -> tuple[Any, ...]:
+def known(at: Rank, name: str, case: subjects.Case, iteration: int, backward: bool = False) -> Any:
     """Return a kind of calls for :func:`once_known`: subject, case, operands, gradients of the
     results if ``backward``, and the right results or gradients as one flat tensor."""
     leaves, results, grads = reference(SUBJECTS[name], case, at.world, iteration)
@@ -623,17 +592,14 @@ def _jitter(at: Rank, seed: int, calls: int, tiled: Sequence[str] = (), group: A
     return jittered(at, seed, calls, [*kinds, *graphs, *residents], once)
 
 
+KINDS = pytest.mark.parametrize("tiled", [(), *on_hopper_only(TILED)], ids=["library", "tiled"])
+
+
+@KINDS
 @ranks(2, 4, 8)
-def test_jittered_calls_and_replays(world: int) -> None:
+def test_jittered_calls_and_replays(world: int, tiled: Sequence[str]) -> None:
     calls = 2000 if world == 4 else 500
-    assert run(world, _jitter, world, calls, device="cuda") == [calls] * world
-
-
-@hopper
-@ranks(2, 4)
-def test_jittered_tiled_calls(world: int) -> None:
-    calls = 2000 if world == 4 else 500
-    assert run(world, _jitter, world, calls, TILED, device="cuda") == [calls] * world
+    assert run(world, _jitter, world, calls, tiled, device="cuda") == [calls] * world
 
 
 def _everything(at: Rank, signals: str, tiled: Sequence[str] = ()) -> None:
@@ -652,7 +618,7 @@ def _everything(at: Rank, signals: str, tiled: Sequence[str] = ()) -> None:
     leave(group)
 
 
-@pytest.mark.parametrize("tiled", [(), *on_hopper_only(TILED)], ids=["library", "tiled"])
+@KINDS
 @pytest.mark.parametrize("connections", [1, 8, 32])
 def test_hardware_queues(connections: int, tiled: Sequence[str]) -> None:
     """Streams share hardware queues: with one connection all lanes are one FIFO."""
@@ -755,12 +721,7 @@ def test_rendezvous_of_pytorch_after_ficco_in_some_ranks(at: Rank) -> None:
     ficco.close()
 
 
-def failed(
-    once: Callable[[], Any],
-    group: Any = None,
-    again: Callable[[], Any] | None = None,
-    close: Callable[[], Any] | None = None,
-) -> dict[str, Any]:
+def failed(once: Any, group: Any = None, again: Any = None, close: Any = None) -> dict[str, Any]:
     """Return the outcomes and seconds of a failing call, the next call and the end of the group."""
 
     def first() -> None:
@@ -778,8 +739,7 @@ def assert_in_time(outcome: dict[str, Any]) -> None:
 
 
 def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict[str, Any]:
-    """Return each survivor's :func:`failed` for a call, or a replay of its graph, after ``victim``
-    is killed."""
+    """Return a survivor's :func:`failed` for a call, or a replay, after ``victim`` is killed."""
     sums = schedule.endswith("-shot")
     operator = ficco.matmul_all_reduce if sums else ficco.all_gather_matmul
     a = torch.ones(64, 32, dtype=torch.bfloat16, device=at.device)
@@ -813,16 +773,10 @@ def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict
 
 
 KILLED = (
-    (0, "growing", "eager"),
-    (0, "growing", "replay"),
-    (1, "hetero-fused-1d:pieces=4,pull", "eager"),
-    (1, "hetero-fused-1d:pieces=4,pull", "replay"),
-    (1, "serial:kernel", "eager"),
-    (0, "serial:kernel", "replay"),
-    (1, "one-shot", "eager"),
-    (0, "one-shot", "replay"),
-    (1, "two-shot", "eager"),
-    (0, "two-shot", "replay"),
+    *((0, "growing", how) for how in ("eager", "replay")),
+    *((1, "hetero-fused-1d:pieces=4,pull", how) for how in ("eager", "replay")),
+    *((1, name, "eager") for name in ("serial:kernel", "one-shot", "two-shot")),
+    *((0, name, "replay") for name in ("serial:kernel", "one-shot", "two-shot")),
     # Not by replay: NCCL does not abort a communicator that a graph holds.
     (1, "serial:collective", "eager"),
 )
@@ -930,7 +884,10 @@ def test_host_that_runs_ahead_is_no_fault(at: Rank, schedule: str) -> None:
     leave(group)
 
 
-def _out_of_memory(at: Rank, victim: int) -> dict[str, Any]:
+@pytest.mark.parametrize("victim", [0, 1])
+@on_ranks(2, fresh=True)
+def test_a_rank_without_memory_is_named_at_once(at: Rank, victim: int) -> None:
+    """A rank allocates before it agrees with its peers."""
     group = everyone(at)
     exact(at, equal(at.world, 32, 64, 32, schedule="hetero-fused-1d"), 0, group)
     case = equal(at.world, 1 << 16, 32, 1 << 10, schedule="hetero-fused-1d")
@@ -947,20 +904,13 @@ def _out_of_memory(at: Rank, victim: int) -> dict[str, Any]:
     with ficco.options(timeout_s=60, on_timeout="raise"):
         outcome = failed(lambda: call(case, sample.a, sample.b, group), group, close=close)
     exact(at, equal(at.world, 4, 4, 4), 1)  # other groups stay usable
-    return outcome
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_without_memory_is_named_at_once(victim: int) -> None:
-    """A rank allocates before it agrees with its peers."""
-    for rank, outcome in enumerate(run(2, _out_of_memory, victim, device="cuda", fresh=True)):
-        first = outcome["first"]
-        assert isinstance(first, Failure), first
-        assert first.type == ("OutOfMemoryError" if rank == victim else "RankMismatch"), first
-        assert "OutOfMemoryError" in first.text or rank == victim, first
-        assert outcome["waited"] < SLACK_S
-        assert isinstance(outcome["again"], Failure)
-        assert not isinstance(outcome["torn"], Failure) and outcome["teardown"] < SLACK_S
+    first = outcome["first"]
+    assert isinstance(first, Failure), first
+    assert first.type == ("OutOfMemoryError" if at.rank == victim else "RankMismatch"), first
+    assert "OutOfMemoryError" in first.text or at.rank == victim, first
+    assert outcome["waited"] < SLACK_S
+    assert isinstance(outcome["again"], Failure)
+    assert not isinstance(outcome["torn"], Failure) and outcome["teardown"] < SLACK_S
 
 
 @contextlib.contextmanager
@@ -1014,8 +964,7 @@ def test_a_tensor_outlives_its_group(at: Rank) -> None:
 
 
 def _by_handles(at: Rank, ends: bool, work: Callable[..., Any], *args: Any) -> Any:
-    """Run ``work`` with memory that is shared by handles. ``ends``: all ranks succeed, and closing
-    frees all memory."""
+    """Share memory by handles. ``ends``: all ranks succeed, and closing frees all memory."""
     ficco.close()
     settle(at)
     with _handles_everywhere() as live:

@@ -200,9 +200,7 @@ def test_unsupported_schedules_and_layers_are_refused() -> None:
             planned(layer(), name)
     with pytest.raises(ValueError, match=fits):
         planned(layer(), "serial:collective")
-    sizes = (
-        {name: value} for name, value in (("capacity", 0), ("experts", 0), ("k", -1), ("h", -1))
-    )
+    sizes = {"capacity": 0}, {"experts": 0}, {"k": -1}, {"h": -1}
     names = {"operator": "expert"}, {"function": "tanh"}, {"function": ""}
     for invalid in (*sizes, *names):
         with pytest.raises(ValueError, match="required"):

@@ -101,9 +101,7 @@ class World:
 
     def __init__(self, calls: list[list[Plan]], seed: int) -> None:
         self.rng = random.Random(seed)
-        self.ranks = [
-            Rank(list(plans), seed + i) for i, plans in enumerate(zip(*calls, strict=True))
-        ]
+        self.ranks = [Rank(list(each), seed + i) for i, each in enumerate(zip(*calls, strict=True))]
         values = np.random.default_rng(seed)
         self.inputs = [Inputs(plans[0].problem, values) for plans in calls]
 
