@@ -10,7 +10,6 @@ import os
 import random
 import socket
 import time
-from collections.abc import Sequence
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -197,15 +196,12 @@ def _float_error(at: Rank, dtype: str, schedule: str, k: int) -> tuple[float, fl
     return tuple(((y.double() - want).abs() / allowed).max().item() for y in (result, plain))
 
 
-def _float_errors(at: Rank, dtypes: Sequence[str]) -> None:
-    for arguments in product(dtypes, KINDS, (7, 400)):
+@on_ranks(3)
+def test_float_error_is_that_of_a_plain_product(at: Rank) -> None:
+    for arguments in product(dtypes_on(at.device.type), KINDS, (7, 400)):
         error, plain = _float_error(at, *arguments)
         # Some libraries add narrow products less exactly than the bound.
         assert error <= max(1.0, plain), (*arguments, error, plain)
-
-
-def test_float_error_is_that_of_a_plain_product(device: str) -> None:
-    run(3, _float_errors, dtypes_on(device), device=device)
 
 
 # The CPU engine only.

@@ -153,7 +153,12 @@ def refuses(*cases: tuple[str, Callable[[], Any]], kind: str = "ValueError") -> 
 # Layers.
 
 
-def _column_and_row(at: Rank) -> None:
+WORLDS = [(4, "cpu"), pytest.param(2, "cuda", marks=pytest.mark.multigpu)]
+
+
+@pytest.mark.parametrize(("world", "device"), WORLDS)
+@on_ranks()
+def test_column_and_row_are_exact(at: Rank) -> None:
     mesh, group = mesh_of(at), dist.new_group(list(range(at.world)))
     uneven = {2: [3, 5], 4: [3, 0, 4, 1]}[at.world]
     shapes = ((), 0), ((3,), 0), ((3,), 1), ((2, 3), 2), ((1,), -2)
@@ -170,14 +175,6 @@ def _column_and_row(at: Rank) -> None:
         called = partial(lambda model, rows, x: model[1](model[0](x, rows), rows), model, rows)
         as_unsharded(at, model, whole, x, grad, cut, about, called)
         assert all(isinstance(p, DTensor) == (place is mesh) for p in model.parameters())
-
-
-WORLDS = [(4, "cpu"), pytest.param(2, "cuda", marks=pytest.mark.multigpu)]
-
-
-@pytest.mark.parametrize(("world", "device"), WORLDS)
-def test_column_and_row_are_exact(world: int, device: str) -> None:
-    run(world, _column_and_row, device=device)
 
 
 def _kinds(at: Rank) -> None:

@@ -27,7 +27,7 @@ from edits import (
     refused,
     retires,
 )
-from ranks import Rank, ranks, run
+from ranks import Rank, on_ranks, ranks
 from test_cpu_engine import at_rest, engine, slot_for
 
 from ficco import schedules
@@ -393,7 +393,10 @@ def on_cpu(cpu: Any, plan: Plan, slot: Any, operands: dict[str, torch.Tensor]) -
     return tensors[result].double()
 
 
-def exact(at: Rank, rows: tuple[int, ...]) -> None:
+@ranks(1, 2, 3)
+@on_ranks()
+def test_chained_plans_are_exact(at: Rank) -> None:
+    rows = ROWS[at.world]
     m, own_rows = sum(rows), slice(sum(rows[: at.rank]), sum(rows[: at.rank + 1]))
     plans = [chained(Sizes(rows, dtype="float32"), *names)[at.rank] for names in CHAINS]
     with engine() as cpu:
@@ -407,8 +410,3 @@ def exact(at: Rank, rows: tuple[int, ...]) -> None:
             assert torch.equal(out, expected[own_rows]), plan.schedule
         if slot.words:
             at_rest(cpu, slot)
-
-
-@ranks(1, 2, 3)
-def test_chained_plans_are_exact(world: int) -> None:
-    run(world, exact, ROWS[world])

@@ -196,33 +196,6 @@ def recorded(group: Any) -> int:
     return sum(len(workspace.engine.replayed) for workspace in workspaces(group))
 
 
-def _recorded_calls(at: Rank, schedule: str, a: str) -> tuple[int, int]:
-    group = everyone(at)
-    case = equal(at.world, 48, 64, 40, dtype="bfloat16", schedule=schedule, a=a, gathered=True)
-    with ficco.options(replay=False):
-        with torch.inference_mode():  # records nothing
-            for iteration in range(3):
-                exact(at, case.on(a="plain"), iteration, group)
-        resident = Resident(at, case, group)
-        for iteration in range(6):
-            resident.exact(iteration)
-    before = recorded(group)
-    other = equal(at.world, 31, 24, 8, dtype="float16", schedule="hetero-fused-1d:pieces=3")
-    for iteration in range(30):
-        resident.exact(10 + iteration)
-        if iteration % 7 == 3:
-            exact(at, other, iteration, group)
-    bigger = equal(at.world, 4096, 128, 8, dtype="bfloat16", schedule=schedule)
-    exact(at, bigger, 1, group)
-    exact(at, bigger, 2, group)  # both slots have grown: recordings are dropped
-    for iteration in range(12):
-        resident.exact(100 + iteration)
-    after = recorded(group)
-    del resident
-    leave(group)
-    return before, after
-
-
 @pytest.mark.parametrize(
     ("schedule", "a", "fewest"),
     [
@@ -239,9 +212,31 @@ def _recorded_calls(at: Rank, schedule: str, a: str) -> tuple[int, int]:
         pytest.param("tiled:pull", "plain", 0, marks=hopper),
     ],
 )
-def test_recorded_calls(schedule: str, a: str, fewest: int) -> None:
-    for before, after in run(2, _recorded_calls, schedule, a, device="cuda"):
-        assert before == 0 and after >= fewest
+@on_ranks(2)
+def test_recorded_calls(at: Rank, schedule: str, a: str, fewest: int) -> None:
+    group = everyone(at)
+    case = equal(at.world, 48, 64, 40, dtype="bfloat16", schedule=schedule, a=a, gathered=True)
+    with ficco.options(replay=False):
+        with torch.inference_mode():  # records nothing
+            for iteration in range(3):
+                exact(at, case.on(a="plain"), iteration, group)
+        resident = Resident(at, case, group)
+        for iteration in range(6):
+            resident.exact(iteration)
+    assert recorded(group) == 0
+    other = equal(at.world, 31, 24, 8, dtype="float16", schedule="hetero-fused-1d:pieces=3")
+    for iteration in range(30):
+        resident.exact(10 + iteration)
+        if iteration % 7 == 3:
+            exact(at, other, iteration, group)
+    bigger = equal(at.world, 4096, 128, 8, dtype="bfloat16", schedule=schedule)
+    exact(at, bigger, 1, group)
+    exact(at, bigger, 2, group)  # both slots have grown: recordings are dropped
+    for iteration in range(12):
+        resident.exact(100 + iteration)
+    assert recorded(group) >= fewest
+    del resident
+    leave(group)
 
 
 @on_ranks(2)
@@ -390,7 +385,16 @@ def test_tiled_calls_captured_on_every_stream(at: Rank) -> None:
     leave(group)
 
 
-def _two_groups(at: Rank, schedules: Sequence[str], in_order: bool) -> None:
+@pytest.mark.parametrize(
+    ("schedules", "in_order"),
+    [
+        (("hetero-fused-1d:pieces=4", "shrinking:pull"), True),
+        pytest.param(TILED[:2], False, marks=hopper),
+    ],
+)
+@ranks(2, 4)
+@on_ranks()
+def test_graphs_of_two_groups(at: Rank, schedules: Sequence[str], in_order: bool) -> None:
     """Replay graphs of two groups: in one order with eager calls, or in an order for each rank."""
     local, case = random.Random(at.rank), equal(at.world, 512, 2048, 512, dtype="bfloat16")
     cases = [case.on(schedule=name) for name in schedules]
@@ -415,16 +419,6 @@ def _two_groups(at: Rank, schedules: Sequence[str], in_order: bool) -> None:
         verify(case, results, sample, f"rank {at.rank}:")
     graphs.clear()
     leave(*groups)
-
-
-def test_two_groups_on_two_streams() -> None:
-    run(2, _two_groups, ("hetero-fused-1d:pieces=4", "shrinking:pull"), True, device="cuda")
-
-
-@hopper
-@ranks(2, 4)
-def test_graphs_of_two_groups_in_any_order(world: int) -> None:
-    run(world, _two_groups, TILED[:2], False, device="cuda")
 
 
 def _growth_beside_recordings(at: Rank) -> None:
