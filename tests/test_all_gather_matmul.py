@@ -266,16 +266,11 @@ def start_ranks(folder: Path, script: str, world: int, *args: str, env: Any = No
             probe.bind(("127.0.0.1", 0))
             note.write_text(str(probe.getsockname()[1]))
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": note.read_text()}
-    return [
-        Program(
-            folder,
-            f"rank{rank}",
-            script,
-            args,
-            {"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **(env or {})},
-        )
-        for rank in range(world)
-    ]
+    programs = []
+    for rank in range(world):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **(env or {})}
+        programs.append(Program(folder, f"rank{rank}", script, args, own))
+    return programs
 
 
 def end_of(programs: list[Program], timeout: float = 200.0) -> list[Ended]:

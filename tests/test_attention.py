@@ -386,11 +386,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((Q, K.double(), K.double()), {}, "required"),
     ((Q, ODD, ODD), {}, "required a number of heads that divides the 4 of q"),
     ((Q.int(), K.int(), K.int()), {}, "not served"),
-    (
-        (torch.cat([Q, Q]), torch.cat([K, K]), torch.cat([K, K])),
-        {"cu_seqlens": [0, 4, 16]},
-        "required",
-    ),
+    (tuple(torch.cat([one, one]) for one in (Q, K, K)), {"cu_seqlens": [0, 4, 16]}, "required"),
     ((Q, K, K), {"window": 4}, "window"),
     ((Q, K, K), {"window": -1, "causal": True}, "window"),
     ((Q, K, K), {"window": np.float32(4), "causal": True}, "window"),

@@ -60,10 +60,9 @@ def steps_of(kind: Kind, rank: int, number: int, first: int) -> list[Step]:
         return region._replace(buffer=f"{kind.workspace} {region.buffer}", rank=group[region.rank])
 
     def signals(items: Sequence[Signal]) -> tuple[Signal, ...]:
-        return tuple(
-            Signal(s.kind, group[s.poster], group[s.waiter], 0, number * 1000 + s.word)
-            for s in items
-        )
+        word = number * 1000
+        ends = ((s, group[s.poster], group[s.waiter]) for s in items)
+        return tuple(Signal(s.kind, *pair, 0, word + s.word) for s, *pair in ends)
 
     steps = []
     for step in kind.plans[group.index(rank)].steps:

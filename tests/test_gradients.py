@@ -327,9 +327,8 @@ def test_second_derivatives_are_refused(at: Rank) -> None:
     """Second derivatives by one operand or both raise: :func:`torch.autograd.grad` visits only the
     paths to its inputs. First derivatives with ``create_graph=True`` are right."""
     cases = [case_of(operator, at.world, 4, 6, 8) for operator in OPERATORS]
-    calls: list[Any] = [
-        (partial(product, case), *operands(case, make(case, at.world), at)) for case in cases
-    ]
+    samples = [operands(case, make(case, at.world), at) for case in cases]
+    calls: list[Any] = [(partial(product, c), *s) for c, s in zip(cases, samples, strict=True)]
     x, w = torch.ones(4, 6, requires_grad=True), torch.ones(8, 6, requires_grad=True)
     calls += [
         (lambda x, w: torch.cat(functional.gathered_linears(x, (w, 2 * w), (None,) * 2)), x, w),
@@ -391,9 +390,7 @@ def test_a_changed_operand_is_refused(at: Rank) -> None:
 
 @on_ranks(2)
 @of_each
-def test_the_backward_takes_the_options_of_the_forward(
-    at: Rank, case: Case, sample: Sample
-) -> None:
+def test_a_backward_takes_the_options_of_its_forward(at: Rank, case: Case, sample: Sample) -> None:
     """The backward may run in another thread."""
     a, b = operands(case, sample, at)
     with ficco.options(timeout_s=31.5, replay=False) as inside:

@@ -317,10 +317,8 @@ def replayed(at: Rank, schedules: Sequence[str], count: int, first: int = GLOBAL
             case = equal(3, 12, 16, 8, dtype="bfloat16", schedule=schedule, gathered=True)
             other = Case((5, 0, 7), 9, 3, schedule="hetero-fused-1d:pieces=3")
             bigger = equal(3, 40, 24, 8, schedule=schedule)
-            graphs = [
-                Graphed(at, [case], mode % 3),
-                Graphed(at, [case.on(rows=(3, 7, 2)), other, bigger, case], mode % 3),
-            ]
+            several = [case.on(rows=(3, 7, 2)), other, bigger, case]
+            graphs = [Graphed(at, cases, mode % 3) for cases in ([case], several)]
             for iteration in range(count):
                 chosen = choice.choice((case, other, bigger, *graphs))
                 if isinstance(chosen, Case):
@@ -860,9 +858,7 @@ def first_calls(at: Rank, requests: Sequence[str]) -> list[tuple[Any, int]]:
     return outcomes
 
 
-@pytest.mark.parametrize(
-    ("lacks", "refused"), REFUSED, ids=["-".join(lacks) for lacks, _ in REFUSED]
-)
+@pytest.mark.parametrize(("lacks", "refused"), REFUSED, ids=["-".join(row[0]) for row in REFUSED])
 def test_unsupported_machines(lacks: dict[str, int], refused: dict[str, tuple[str, ...]]) -> None:
     env = {"PATH": "/nowhere", "ROCM_PATH": "/nowhere"}  # no compiler for kernels
     for errors in run(2, first_calls, [*refused], settings=lacks, env=env):

@@ -81,12 +81,10 @@ def _by(at: Rank, ways: dict[str, str], products: Sequence[tuple[str, Case]]) ->
 
 
 def test_ways() -> None:
+    names = {"matmul_reduce_scatter": "growing:pieces=2", "all_to_all_matmul": "uniform-fused-2d"}
     products = [
         (operator, Case(operators.rows_for(operator, 2, "ragged"), (24, 8), schedule=name))
-        for operator, name in (
-            ("matmul_reduce_scatter", "growing:pieces=2"),
-            ("all_to_all_matmul", "uniform-fused-2d"),
-        )
+        for operator, name in names.items()
     ]
     run(2, _by, WAYS, products)
 

@@ -94,10 +94,8 @@ def _packs_nothing(at: Rank) -> None:
 
 def _columns(at: Rank) -> list[list[int]]:
     """Launches and host functions of packed columns; launches and copies of unpacked columns."""
-    counts = [
-        counted(at, (LAUNCH, HOST), lambda: _packs(at)),
-        counted(at, (LAUNCH, COPY), lambda: _packs_nothing(at)),
-    ]
+    counts = [counted(at, (LAUNCH, HOST), lambda: _packs(at))]
+    counts.append(counted(at, (LAUNCH, COPY), lambda: _packs_nothing(at)))
     # PyTorch would report the error of a failed trial as its own.
     assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
     return counts
@@ -107,10 +105,8 @@ def test_columns_without_2d_copies_go_by_the_placement_kernel() -> None:
     """Packing takes one launch, or one PyTorch operation without a compiler. Columns that are not
     packed take one launch, or one copy per row without a compiler."""
     options: Any = {"series": "10", "settings": NO_RECTANGLES}
-    by_kernel, by_torch = (
-        run(3, compiling, _columns, **options),
-        run(3, without_compiler, _columns, **options),
-    )
+    by_kernel = run(3, compiling, _columns, **options)
+    by_torch = run(3, without_compiler, _columns, **options)
     for (packed, unpacked), (packed_by_torch, by_rows) in zip(by_kernel, by_torch, strict=True):
         assert packed_by_torch[0] == by_rows[0] == 0
         assert packed[0] == packed_by_torch[1] - packed[1] > 20
@@ -271,8 +267,8 @@ def test_the_engine_names_the_gemm_library_and_no_number_of_copy_engines(at: Ran
 
 
 @pytest.mark.parametrize(("reported", "known", "used"), [(3, 5, 3), (None, 5, 5), (None, None, 7)])
-def test_the_tuner_asks_the_engine(
-    monkeypatch: pytest.MonkeyPatch, reported: int | None, known: int | None, used: int
+def test_tuning_asks_the_engine(
+    monkeypatch: pytest.MonkeyPatch, reported: Any, known: Any, used: int
 ) -> None:
     engine = SimpleNamespace(copy_engines=lambda: reported)
     monkeypatch.setattr(communication, "workspace_of", lambda *_: SimpleNamespace(engine=engine))

@@ -349,9 +349,7 @@ def _by_other_clocks(at: Rank, victims: Sequence[int], how: int) -> Any:
         return bereaved(at, victims, how, 2)
 
 
-@pytest.mark.parametrize(
-    ("victims", "how"), [((1,), signal.SIGKILL), ((2, 3), signal.SIGSTOP)], ids=["rank", "host"]
-)
+@pytest.mark.parametrize(("victims", "how"), [((1,), signal.SIGKILL), ((2, 3), signal.SIGSTOP)])
 def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], how: int) -> None:
     options: Any = {"fresh": True, "catch": True, "lost": victims}
     assert_all_learn(run(4, _by_other_clocks, victims, how, **options), victims)

@@ -93,11 +93,11 @@ def test_a_lost_wire_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "mask"), [(2, {}), (3, dict(causal=True, placement="head-tail"))]
+    ("hosts", "masks"), [(2, {}), (3, {"causal": True, "placement": "head-tail"})]
 )
-def test_auto_goes_by_the_network(hosts: int, mask: dict[str, Any]) -> None:
+def test_auto_goes_by_the_network(hosts: int, masks: dict[str, Any]) -> None:
     on, family = described("h100-8", network=CARD, ranks=4), families.GATHERED
-    problem = problem_of(4 * hosts, 4096, 1, 32, 8, 128, hosts=hosts, **mask)
+    problem = problem_of(4 * hosts, 4096, 1, 32, 8, 128, hosts=hosts, **masks)
     decision = decide(problem, machine=on)
     assert decision.source == "model" and not decision.schedule.pull
     seconds = {candidate.schedule: candidate.queued for candidate in decision.candidates}

@@ -107,7 +107,7 @@ def same(result: torch.Tensor | None, want: torch.Tensor, about: str) -> None:
 
 
 def same_gradients(
-    model: Any, whole: Any, about: str, rank: int, world: int, times: float = 1
+    model: Any, whole: Any, about: str, rank: int, world: int, times: Any = 1
 ) -> None:
     """Fail unless parameters have the gradients of the unsharded model, or this rank's parts."""
     for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
@@ -818,10 +818,8 @@ def _subclasses(at: Rank) -> None:
         ("only support nn.Linear", lambda: rows(nn.LayerNorm(8))),
         kind="NotImplementedError",
     )
-    refuses(
-        ("multiple of", lambda: columns(nn.Linear(8, 7))),
-        ("multiple of", lambda: rows(nn.Linear(7, 8))),
-    )
+    for call in (lambda: columns(nn.Linear(8, 7)), lambda: rows(nn.Linear(7, 8))):
+        refuses(("multiple of", call))
 
 
 def _recomputed_within(at: Rank) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -110,10 +111,8 @@ def test_errors_keep_to_their_bounds(at: Rank, schedule: str) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     world, m, k, n = at.world, 64 * at.world, 256, 48
     generator = torch.Generator().manual_seed(7)
-    operands_of = [
-        [torch.randn(shape, generator=generator).bfloat16() for shape in ((m, k), (k, n))]
-        for _ in range(world)
-    ]
+    draw = partial(torch.randn, generator=generator)
+    operands_of = [[draw(m, k).bfloat16(), draw(k, n).bfloat16()] for _ in range(world)]
     own_rows = slice(at.rank * 64, at.rank * 64 + 64)
     products = torch.stack([(a.double() @ b.double())[own_rows] for a, b in operands_of])
     expected, unit = products.sum(0), 2.0**-8  # of bfloat16
@@ -193,9 +192,8 @@ def test_memory_keeps_to_its_cap(at: Rank) -> None:
 def test_rows_that_can_be_read_once(at: Rank) -> None:
     """An iterator of rows in a call that goes by columns; rows that raise fail only their call."""
     with ficco.options(workspace_bytes=3000):
-        result = ficco.matmul_reduce_scatter(
-            torch.ones(7, 8), torch.ones(8, 640), rows=iter([3, 4]), schedule="shard-overlap"
-        )
+        a, b, rows = torch.ones(7, 8), torch.ones(8, 640), iter([3, 4])
+        result = ficco.matmul_reduce_scatter(a, b, rows=rows, schedule="shard-overlap")
     assert torch.equal(result, torch.full((3 + at.rank, 640), 16.0))
     a, b = torch.ones(4, 8), torch.ones(8, 4)
     for _ in range(2):

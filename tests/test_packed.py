@@ -20,12 +20,8 @@ from ficco.compute.attention import Heads, Result
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import Rectangle, packed
 
-MASKS: tuple[dict[str, Any], ...] = (
-    {},
-    {"causal": True},
-    {"causal": True, "window": 2},
-    {"causal": True, "window": 0},
-)
+CAUSAL = {"causal": True}
+MASKS: tuple[dict[str, Any], ...] = ({}, CAUSAL, {**CAUSAL, "window": 2}, {**CAUSAL, "window": 0})
 
 
 def documents(length: int, seed: int, most: int) -> tuple[int, ...]:
@@ -82,7 +78,7 @@ def _heads(rows: torch.Tensor) -> torch.Tensor:
     return rows.transpose(0, 1)[None]
 
 
-def _sequences(
+def sequences_of(
     operands: Any, bounds: Any, longest: Any, causal: bool, window: Any
 ) -> Iterator[Any]:
     """Query rows, key rows, heads and mask of each sequence with queries and keys."""
@@ -116,7 +112,7 @@ class Varlen:
         mean = torch.full_like(q, torch.nan)
         wide = torch.promote_types(q.dtype, torch.float32)
         lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=wide)
-        sequences = _sequences((q, k, v), (cu_q, cu_k), longest, causal, window)
+        sequences = sequences_of((q, k, v), (cu_q, cu_k), longest, causal, window)
         for rows, _, heads, band in sequences:
             result = libraries.attention(heads, band, scale)
             mean[rows], lse[:, rows] = result[0][0].transpose(0, 1), result[1][0]
@@ -126,7 +122,7 @@ class Varlen:
         q, k, v, out, lse, cu_q, cu_k, *longest, _, causal = saved[:11]
         self.calls += 1
         grads = [torch.full_like(one, torch.nan) for one in (q, k, v)]
-        sequences = _sequences((q, k, v), (cu_q, cu_k), longest, causal, window)
+        sequences = sequences_of((q, k, v), (cu_q, cu_k), longest, causal, window)
         for rows, keys, heads, band in sequences:
             forward = Result(_heads(out[rows]), lse[None, :, rows], _heads(grad[rows]))
             result = libraries.backward(heads, forward, band, scale)

@@ -18,13 +18,7 @@ from hypothesis import strategies as st
 from ranks import Rank, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ficco import passes
@@ -137,26 +131,16 @@ def _turned(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
     return reduce((x @ w).transpose(0, 1).contiguous(), g).view(-1, 5) * 2
 
 
-def _gathered(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return gather(x, 0, g) @ w
+def _gathered(x: torch.Tensor, w: torch.Tensor, g: Any, dim: int = 0) -> torch.Tensor:
+    return gather(x, dim, g) @ w
 
 
-def _gathered_batch(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return gather(x, 1, g) @ w
+def _scattered(x: Any, w: Any, g: Any, dim: int = 0, reduce_op: str = "sum") -> torch.Tensor:
+    return scatter(x @ w, dim, g, reduce_op)
 
 
-def _scattered(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return scatter(x @ w, 0, g)
-
-
-def _scattered_batch(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return scatter(x @ w, 1, g)
-
-
-def _averaged(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return scatter(x @ w, 0, g, "avg")
-
-
+_gathered_batch, _scattered_batch = partial(_gathered, dim=1), partial(_scattered, dim=1)
+_averaged = partial(_scattered, reduce_op="avg")
 COPY, KEPT, P, linear = "put in order by a copy", "is kept for", Program, nn.functional.linear
 BIAS, CAST = "the bias is added to its result", "converted to bfloat16 before it travels"
 CUBE, FLAT = ((2, 3, 8), (8, 5)), ((2, 3, 8), (5, 8))
@@ -291,12 +275,12 @@ def _parallel(layout: Any) -> nn.Module:
     layer = nn.Sequential(FeedForward())  # hooks of an inner layer are compiled, too
     whole = (Replicate(),)
     plan: dict[str, Any] = {
-        "0": PrepareModuleInput(input_layouts=(layout,), desired_input_layouts=whole),
-        "0.w1": ColwiseParallel(use_local_output=True),
-        "0.w2": RowwiseParallel(output_layouts=layout),
-        "0.w3": ColwiseParallel(),
+        "0": parallel.PrepareModuleInput(input_layouts=(layout,), desired_input_layouts=whole),
+        "0.w1": parallel.ColwiseParallel(use_local_output=True),
+        "0.w2": parallel.RowwiseParallel(output_layouts=layout),
+        "0.w3": parallel.ColwiseParallel(),
     }
-    return parallelize_module(layer, init_device_mesh("cpu", (WORLD,)), plan)
+    return parallel.parallelize_module(layer, init_device_mesh("cpu", (WORLD,)), plan)
 
 
 def _train(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
@@ -482,7 +466,8 @@ def _batched(x: torch.Tensor, w: torch.Tensor, g: Any) -> Any:
     return FUNCTIONAL.batch_p2p_ops(["isend", "irecv"], *peers, [x @ w, x], g.group_name)
 
 
-FUNCTIONAL, WRITES = torch.ops._c10d_functional, "irecv may write to the operand before the product"
+FUNCTIONAL, MESSAGE = torch.ops._c10d_functional, "a message between two ranks"
+WRITES = "irecv may write to the operand before the product"
 
 
 @pytest.mark.skipif(
@@ -492,21 +477,16 @@ FUNCTIONAL, WRITES = torch.ops._c10d_functional, "irecv may write to the operand
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
-        (
-            lambda x, w, g: FUNCTIONAL.isend(x @ w, 0, 0, g.group_name),
-            {"isend": "a message between two ranks"},
-        ),
+        (lambda x, w, g: FUNCTIONAL.isend(x @ w, 0, 0, g.group_name), {"isend": MESSAGE}),
         (_batched, {"batch_p2p_ops": "messages between pairs of ranks"}),
-        (_received, {"all-gather": WRITES, "irecv": "a message between two ranks"}),
+        (_received, {"all-gather": WRITES, "irecv": MESSAGE}),
         (
             lambda x, w, g: torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, g.group_name) @ w.t(),
             {"shard_dim_alltoall": "joins one dimension and cuts another"},
         ),
     ],
 )
-def test_other_collectives_are_reported_by_name(
-    fn: Any, says: dict[str, str], groups: dict[int, Any]
-) -> None:
+def test_other_collectives_are_reported_by_name(fn: Any, says: Any, groups: dict[int, Any]) -> None:
     report = passes.replace(trace(fn, ONES, groups[2]))
     assert not report and [entry.collective for entry in report] == list(says)
     for entry, text in zip(report, says.values(), strict=True):

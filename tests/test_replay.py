@@ -38,19 +38,7 @@ from ficco.tools.bench import products as bench_products
 from ficco.tools.bench.candidates import caller, choose
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.frames import BENCH, REPLAY, read_description, records
-from ficco.tools.bench.replay import (
-    ROOM,
-    TICKS,
-    Pace,
-    Paces,
-    Piece,
-    ReplayEngine,
-    ReplayOperands,
-    ReplayPeers,
-    Timetable,
-    arrivals,
-    proven,
-)
+from ficco.tools.bench.replay import ROOM, Pace, Paces, ReplayEngine, ReplayOperands, proven
 from ficco.tools.bench.report import report
 from ficco.tools.tune import products
 
@@ -96,7 +84,7 @@ def played(rank: int, world: int, machine: Any = MACHINE) -> Iterator[tuple[Any,
     group = dist.ProcessGroup(dist.HashStore(), rank, world)
     with ficco.options(engine="threads", on_timeout="raise", timeout_s=20):
         engine = ThreadReplay(group, PacedDriver(CPU, 0), "auto", 20.0)
-        engine.courier = ReplayPeers(engine, machine, PACES)
+        engine.courier = replay.ReplayPeers(engine, machine, PACES)
         one_rank = dist.ProcessGroup(dist.HashStore(), 0, 1)
         workspace = adopt(group, CPU, Board(one_rank, 20.0), engine)
         try:
@@ -249,7 +237,7 @@ def test_a_call_has_no_more_copies_than_a_stream_holds() -> None:
         caller(operands, group, "shard-overlap")()
         timetable = engine.courier.timetable(engine.latest)
         counts = [seconds / timetable.tick for seconds in timetable.durations()]
-        assert TICKS / 2 < sum(counts) <= TICKS
+        assert replay.TICKS / 2 < sum(counts) <= replay.TICKS
 
 
 def test_the_courier_learns_what_delays_it() -> None:
@@ -257,8 +245,9 @@ def test_the_courier_learns_what_delays_it() -> None:
     delays, stamps = (0.2, 0.1, 0.4), [SimpleNamespace(at=0.0) for _ in range(3)]
     begin: Any = SimpleNamespace(seconds_to=lambda stamp: stamp.at)
     ends, unused = (1.0, 1.5, 1.7), cast(Any, None)
-    pieces = [Piece(at, (), unused, cast(Any, one)) for at, one in zip(ends, stamps, strict=True)]
-    timetable = Timetable(unused, tuple(pieces), 0.1, [0.0] * 3)
+    pairs = zip(ends, stamps, strict=True)
+    pieces = [replay.Piece(at, (), unused, cast(Any, one)) for at, one in pairs]
+    timetable = replay.Timetable(unused, tuple(pieces), 0.1, [0.0] * 3)
     assert timetable.durations() == pytest.approx([1.0, 0.5, 0.2])
     for _ in range(20):
         now = 0.0
@@ -315,7 +304,7 @@ def test_arrivals_follow_the_link() -> None:
     machine = link(flat(1e12, 1.0, 1e12, ranks=3), 1e-6, 2e6)  # 1000 bytes a second, 2 s
     shard = 8 * 16 * 4 / 1e3
     all_plans = plans(problem, Schedule.parse("shard-overlap"))
-    expected = arrivals(all_plans, machine, "queued", 0)
+    expected = replay.arrivals(all_plans, machine, "queued", 0)
     assert [arrival.at for arrival in expected] == pytest.approx([2 + shard, 2 + 2 * shard])
     assert [transfer.src.rank for arrival in expected for transfer in arrival.transfers] == [
         arrival.signal.poster for arrival in expected

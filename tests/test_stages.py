@@ -253,10 +253,7 @@ BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
     "scales": {
         "none": (change(multiplies, factors=()), UNSCALED),
         "not sent": (idle("scale"), f"never waited|{UNWRITTEN}|holds"),
-        "of missing columns": (
-            change(multiplies, factors=lambda both: (both[0], down(1)(both[1]))),
-            UNFIT,
-        ),
+        "of missing columns": (change(multiplies, factors=lambda f: (f[0], down(1)(f[1]))), UNFIT),
         "missing rows of b": (
             change(awaits_data, b=in_rows(0, 33), a={"col_stop": 33}),
             "leaves the buffer",

@@ -139,11 +139,8 @@ def test_a_process_settles_before_it_ends() -> None:
 
 def _on_failing(error: FiccoError | None) -> tuple[Workspace, list[str]]:
     engine = Failing()
-    board = SimpleNamespace(
-        close=partial(engine.do, "board"),
-        post=partial(engine.do, "post"),
-        describe=lambda text, same_as: 1,
-    )
+    calls = {"close": partial(engine.do, "board"), "post": partial(engine.do, "post")}
+    board = SimpleNamespace(**calls, describe=lambda text, same_as: 1)
     more = {"closed": False, "error": error, "allocations": dict.fromkeys((1, 2), engine)}
     stop = SimpleNamespace(stop=partial(engine.do, "stop"))
     slots = Slot(None, 1), Slot(None, 1)

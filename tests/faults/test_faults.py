@@ -130,15 +130,12 @@ def assert_unusable(report: dict[str, Any]) -> None:
 
 def test_a_lost_connection_names_the_rank_whose_process_ends() -> None:
     """Although rank 2 is late, too, and the end of rank 0 shows only at a later check."""
-    _, plan, _ = plans(
-        problem_of_sizes("all_gather_matmul", 12, 8, 8, "float32", 3),
-        Schedule.parse("serial:collective"),
-    )
+    problem = problem_of_sizes("all_gather_matmul", 12, 8, 8, "float32", 3)
+    _, plan, _ = plans(problem, Schedule.parse("serial:collective"))
     step = next(i for i, step in enumerate(plan.steps) if step.op == "collective")
     looks = iter([(2, False)] * 3)
-    engine: Any = SimpleNamespace(
-        interrupt=lambda: None, group=None, hosts=SimpleNamespace(named=lambda rank: "")
-    )
+    hosts = SimpleNamespace(named=lambda rank: "")
+    engine: Any = SimpleNamespace(interrupt=lambda: None, group=None, hosts=hosts)
     engine.timed_out = partial(Engine.timed_out, engine)
     state = SimpleNamespace(check=lambda: None, timeout_s=LONG_S)
 
@@ -333,9 +330,7 @@ BASE = equal(3, 8, 8, 8, schedule="hetero-fused-1d")
 BEFORE = ("first", "new here", "warm")
 
 
-def _mismatch(
-    at: Rank, changes: Any, odd: int, before: str, caps: Any, base: Case = BASE
-) -> dict[str, Any]:
+def _mismatch(at: Rank, changes: Any, odd: int, before: str, caps: Any, base: Case = BASE) -> Any:
     group, odd_case, is_odd = everyone(at), base.on(**changes), at.rank == odd
     for iteration in range(3 * BEFORE.index(before)):
         uses_odd_case = before == "warm" and iteration % 2 == 1

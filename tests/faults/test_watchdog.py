@@ -150,13 +150,11 @@ def soon(condition: Callable[[], object]) -> bool:
     return bool(condition())
 
 
-@pytest.mark.parametrize(("rank", "on_another_host"), [(1, False), (2, False), (1, True)])
-def test_the_end_of_an_awaited_process_is_reported(
-    watch: Watch, rank: int, on_another_host: bool
-) -> None:
+@pytest.mark.parametrize(("rank", "remote"), [(1, False), (2, False), (1, True)])
+def test_the_end_of_an_awaited_process_is_reported(watch: Watch, rank: int, remote: bool) -> None:
     workspace = watch(timeout_s=20)
     # The end of a process on another host shows in its connection.
-    (workspace.engine.lost if on_another_host else workspace.board.ended_ranks).add(rank)
+    (workspace.engine.lost if remote else workspace.board.ended_ranks).add(rank)
     waited = until(workspace, 4 * ENDED_S)
     error = workspace.error
     if rank == 2:  # the first missing signal is of a rank that still runs
@@ -258,7 +256,7 @@ def test_a_mismatch_and_an_interrupted_call_are_handled_while_nothing_runs(watch
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_known_error_ends_no_process(
+def test_an_error_that_the_caller_has_ends_no_process(
     ends: bool, ended: Codes, monkeypatch: Patch, capfd: Capture
 ) -> None:
     monkeypatch.setattr("ficco.runtime.watchdog.SETTLE_S", 20.0 if ends else 4 * PERIOD_S)
@@ -288,7 +286,7 @@ def test_a_watchdog_that_fails_reports_it_and_ends_the_calls(watch: Watch, capfd
     assert "no longer watched" in capfd.readouterr().err
 
 
-def test_stuck_streams_or_an_abort_end_the_process(
+def test_streams_that_cannot_be_freed_or_an_abort_end_the_process(
     ended: Codes, watch: Watch, capfd: Capture
 ) -> None:
     workspace = watch()
@@ -336,7 +334,7 @@ def block(ended: Codes, monkeypatch: Patch, watch: Watch) -> Iterator[Block]:
 
 @pytest.mark.parametrize("first", ["pulse", "missing"])
 @pytest.mark.parametrize("case", [([1], [2], 1), ([], [2], 2), ([], [], None)])
-def test_a_silent_driver_hides_no_stuck_call(
+def test_a_driver_that_does_not_answer_hides_no_stuck_call(
     first: str, case: Any, ended: Codes, watch: Watch, block: Block, capfd: Capture
 ) -> None:
     """The error comes first, then the end of the process, whose streams cannot be freed."""
@@ -358,7 +356,7 @@ def test_a_silent_driver_hides_no_stuck_call(
 
 
 @pytest.mark.parametrize("first", ["pulse", "missing"])
-def test_a_silent_driver_stops_neither_warnings_nor_mismatches(
+def test_a_driver_that_does_not_answer_stops_neither_warnings_nor_mismatches(
     first: str, watch: Watch, block: Block, monkeypatch: Patch, caplog: Log
 ) -> None:
     monkeypatch.setattr(patience, "WARN_AFTER_S", 2 * PERIOD_S)
@@ -372,7 +370,7 @@ def test_a_silent_driver_stops_neither_warnings_nor_mismatches(
     assert soon(lambda: workspace.error is workspace.board.error)
 
 
-def test_a_late_driver_ends_nothing(
+def test_a_driver_that_answers_late_ends_nothing(
     ended: Codes, monkeypatch: Patch, watch: Watch, block: Block
 ) -> None:
     """Rank 2 has ended, and the call waits for rank 1."""
@@ -385,7 +383,7 @@ def test_a_late_driver_ends_nothing(
     assert until(workspace, 2 * ENDED_S) >= 2 * ENDED_S and not ended
 
 
-def test_a_driver_without_time_to_answer_ends_nothing(ended: Codes, watch: Watch) -> None:
+def test_a_driver_that_had_no_time_to_answer_ends_nothing(ended: Codes, watch: Watch) -> None:
     """The process stands still, with the interpreter lock, for longer than all limits. The call
     ends meanwhile, which only the driver knows."""
     workspace = watch(running=0, timeout_s=ANSWER_S)
@@ -407,9 +405,7 @@ def test_a_driver_without_time_to_answer_ends_nothing(ended: Codes, watch: Watch
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_closing_beside_a_silent_driver_ends_the_process(
-    failed: bool, ended: Codes, block: Block
-) -> None:
+def test_closing_beside_a_silent_driver_ends_all(failed: bool, ended: Codes, block: Block) -> None:
     """After an error: closing would wait for the driver. Without one, closing waits."""
     workspace = Workspace(0, False, None)
     block(workspace, "pulse", "idle", "release")
@@ -424,7 +420,7 @@ def test_closing_beside_a_silent_driver_ends_the_process(
 
 
 @pytest.mark.parametrize("running", [7, 0])
-def test_later_calls_that_stay_stuck_end_the_process(
+def test_later_calls_that_cannot_be_freed_end_the_process(
     running: int, ended: Codes, watch: Watch, block: Block
 ) -> None:
     """The first release frees the streams. Later calls get stuck while the driver is blocked."""
@@ -439,9 +435,7 @@ def test_later_calls_that_stay_stuck_end_the_process(
         assert not ended
 
 
-def test_streams_that_take_long_end_no_process(
-    ended: Codes, monkeypatch: Patch, watch: Watch
-) -> None:
+def test_slow_streams_end_no_process(ended: Codes, monkeypatch: Patch, watch: Watch) -> None:
     """The caller has the error, and work of its own may come first on its streams."""
     monkeypatch.setattr("ficco.runtime.watchdog.RELEASE_S", 2 * PERIOD_S)
     workspace, waits = watch(), list[float]()

@@ -553,11 +553,8 @@ def _jitter(at: Rank, seed: int, calls: int, tiled: Sequence[str] = (), group: A
     chance = random.Random(seed)
     kinds = [random_case(chance, at.world, "cuda") for _ in range(20)]
     kinds += [equal(at.world, 64, 80, 48, dtype="bfloat16", schedule=name) for name in GRAPHED]
-    kinds += [
-        equal(at.world, rows, 64, 48, dtype="float16", schedule=name)
-        for name in tiled
-        for rows in (24, 200, 1024)
-    ]
+    small = [equal(at.world, rows, 64, 48, dtype="float16") for rows in (24, 200, 1024)]
+    kinds += [case.on(schedule=name) for name in tiled for case in small]
     # The gathered A is checked elsewhere; one result per call keeps this simple.
     kinds = [case.on(gathered=False) for case in kinds]
 

@@ -611,7 +611,7 @@ def test_unequal_rows_become_as_many_equal_ones(operator: str) -> None:
     "machine, n, k, fewest",
     [("h200-2", 8192, 4096, 2048), ("h200-4", 4096, 2048, 8192), ("mi300x-8", 4096, 2048, 0)],
 )
-def test_vllm_keeps_batches_without_overlap(
+def test_vllm_keeps_batches_without_hidden_communication(
     monkeypatch: Patch, machine: str, n: int, k: int, fewest: int
 ) -> None:
     monkeypatch.setenv("FICCO_MACHINE", machine)

@@ -79,10 +79,9 @@ class Rank:
                 self.memory[buffer.name] = self.garbage(self.plan.shape(buffer.name))
         self.done: set[int] = set()
         lanes = {step.lane: 0 if one_queue else lane for lane, step in enumerate(self.plan.steps)}
-        self.queues = [
-            [i for i, step in enumerate(self.plan.steps) if lanes[step.lane] == lane]
-            for lane in set(lanes.values())
-        ]
+        steps = [*enumerate(self.plan.steps)]
+        each = set(lanes.values())
+        self.queues = [[i for i, step in steps if lanes[step.lane] == lane] for lane in each]
         self.running: list[Iterator[bool]] = [iter(()) for _ in self.queues]
 
     def end(self, inputs: Inputs) -> None:
