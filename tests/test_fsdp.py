@@ -539,31 +539,22 @@ def test_checkpoints_are_untouched(at: Rank) -> None:
     ficco.close()
 
 
-def _benched(at: Rank, folder: Path) -> Any:
-    """Run a short bench of all ways, and of one with wrong weights."""
+@HOOKS
+@on_ranks(2, timeout=250.0)
+def test_the_bench_is_proven_and_timed(at: Rank, tmp_path: Path) -> None:
+    """A short bench of all ways, and of one with wrong weights. Rank 0 has the rows."""
 
     def spoil(model: Any) -> None:
         with torch.no_grad():
             model[0].down.weight.to_local().zero_()
 
     ways = {**stacks.WAYS, "spoilt": stacks.StackWay(spoil)}
+    csv, cases = tmp_path / "fsdp.csv", stacks.SHAPES["cpu"]
+    settings = {"modes": ("idle",), "device": "cpu", "rounds": 2, "seconds": 600.0, "csv": csv}
     with mock.patch.object(stacks, "WAYS", ways):
-        return bench(
-            BenchSettings(
-                subject=stacks.SUBJECT,
-                cases=stacks.SHAPES["cpu"],
-                modes=("idle",),
-                device="cpu",
-                rounds=2,
-                seconds=600.0,
-                csv=folder / "fsdp.csv",
-            )
-        )
-
-
-@HOOKS
-def test_the_bench_is_proven_and_timed(tmp_path: Path) -> None:
-    rows, _ = run(2, _benched, tmp_path, timeout=250.0)
+        rows = bench(BenchSettings(subject=stacks.SUBJECT, cases=cases, **settings))
+    if at.rank:
+        return
     by_way, memory = rows.set_index("way"), ("pytorch-registered", "pytorch-symmetric")
     timed = [way for way in stacks.WAYS if way not in memory]
     statuses = dict.fromkeys(timed, "ok") | dict.fromkeys(memory, "skipped") | {"spoilt": "wrong"}

@@ -377,17 +377,11 @@ def _played_by_threads(lost: str) -> None:
 @ranks.on_ranks(1, fresh=True, timeout=200)
 def test_the_bench_of_a_replay(at: Rank, tmp_path: Path, case: Case, mode: str) -> None:
     _played_by_threads(lost="shrinking")
-    settings = harness.BenchSettings(
-        subject=replace(bench_products.SUBJECT, schema=REPLAY),
-        cases=(case,),
-        schedules=choose(NAMES),
-        modes=(mode,),
-        device="cpu",
-        rounds=2,
-        seconds=600,
-        csv=tmp_path / "rows.csv",
-        replayed=replay.Replayed(world=3, rank=1, machine="h200-4", products=products.refitted),
-    )
+    replayed = replay.Replayed(world=3, rank=1, machine="h200-4", products=products.refitted)
+    options: Any = {"device": "cpu", "rounds": 2, "seconds": 600, "csv": tmp_path / "rows.csv"}
+    options |= {"cases": (case,), "modes": (mode,), "schedules": choose(NAMES)}
+    subject = replace(bench_products.SUBJECT, schema=REPLAY)
+    settings = harness.BenchSettings(subject=subject, replayed=replayed, **options)
     frame = harness.bench(settings)
     assert frame is not None
     rows, about = records(frame), read_description(settings.csv)
@@ -414,10 +408,10 @@ def test_the_bench_of_a_replay(at: Rank, tmp_path: Path, case: Case, mode: str) 
     about = json.loads((tmp_path / "rows.json").read_text())
     assert "plays rank 1 of 3" in about["note"] and about["ranks"] == 3
     assert "off_us" in (tmp_path / "rows.csv").read_text().splitlines()[0]
-    replayed = find(str(tmp_path / "rows_machine.yaml"), None)
-    assert replayed is not None and replayed.copies is not None and replayed.gemm is not None
-    assert replayed.copies == machine.copies
-    assert replayed.gemm != machine.gemm and replayed.gemm.provenance.source == "fitted"
+    fitted = find(str(tmp_path / "rows_machine.yaml"), None)
+    assert fitted is not None and fitted.copies is not None and fitted.gemm is not None
+    assert fitted.copies == machine.copies
+    assert fitted.gemm != machine.gemm and fitted.gemm.provenance.source == "fitted"
 
 
 LOST = "hetero-fused-1d:pieces=2"
@@ -438,17 +432,10 @@ def test_the_bench_of_ways_is_replayed(at: Rank, tmp_path: Path) -> None:
     save(link(machine, latency_us=2000.0), slow)
     recorded: list[Any] = []
     for room, schedules in ((attention, ("serial", LOST, "auto")), (experts, ())):
-        settings = harness.BenchSettings(
-            subject=room.SUBJECT,
-            cases=room.SHAPES["cpu"][: 2 if schedules else 1],
-            modes=("queued",),
-            schedules=schedules,
-            device="cpu",
-            rounds=3,
-            seconds=600,
-            csv=tmp_path / f"{room.SUBJECT.name}.csv",
-            replayed=replayed,
-        )
+        cases, csv = room.SHAPES["cpu"][: 2 if schedules else 1], f"{room.SUBJECT.name}.csv"
+        options: Any = {"device": "cpu", "rounds": 3, "seconds": 600, "csv": tmp_path / csv}
+        options |= {"cases": cases, "modes": ("queued",), "schedules": schedules}
+        settings = harness.BenchSettings(subject=room.SUBJECT, replayed=replayed, **options)
         rows = harness.bench(settings)
         assert rows is not None
         text = harness.report(room.SUBJECT, rows, read_description(settings.csv), "name")
