@@ -321,8 +321,7 @@ def test_behind_pytorchs_context_parallelism(at: Rank) -> None:
 
 @on_ranks(2)
 def test_layers_behind_sdpa(at: Rank) -> None:
-    """PyTorch's layers, in modes with and without a fused kernel, are served unless they return
-    weights. ficco's own layers, which attend to the whole sequence, are unchanged."""
+    """PyTorch's layers are served unless they return weights; ficco's layers are unchanged."""
     torch.manual_seed(1)
     layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
     heads = ficco.nn.UlyssesAttention(16, 4, device=at.device)

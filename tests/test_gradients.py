@@ -1,8 +1,5 @@
 """Gradients of the operators: the gradients of the sum over all ranks of <y_r, g_r>. The contract
-compares them for all schedules. These tests cover autograd: layouts, options, errors, autocast.
-
-``test_gradients_gpu.py`` runs some of these tests on GPUs.
-"""
+compares them for all schedules. These tests cover autograd: layouts, options, errors, autocast."""
 
 from __future__ import annotations
 

@@ -85,8 +85,7 @@ def test_heads_that_share_memory_are_copied(at: Rank) -> None:
 
 @on_double(2, fresh=True, series="7", settings={"JITTER_US": 300}, timeout=300)
 def test_memory_is_freed_while_no_thread_has_a_call_in_flight(at: Rank) -> None:
-    """hip-python 7.2 holds the GIL while hipFree waits for the device. Half-enqueued calls of other
-    threads could not proceed."""
+    """hip-python 7.2 holds the GIL while hipFree waits: half-enqueued calls could not proceed."""
     ficco.set_options(engine="hip", on_timeout="raise", timeout_s=90)  # for all threads
     test_backwards_of_two_groups_at_once.body(at)
 

@@ -123,8 +123,7 @@ def test_forwards_all_that_the_engine_calls() -> None:
 
 
 def test_driver_functions_are_those_of_the_header() -> None:
-    """The library looks up driver functions under the versioned names of the header. The fake
-    driver, compiled with the same header, defines all of them."""
+    """The fake driver, compiled with the header, defines all versioned names of the library."""
     text = hip_ranks.forward().read_bytes()
     names = {name.decode() for name in re.findall(rb"\0(cu[A-Z]\w+)(?=\0)", b"\0" + text)}
     assert len(names) > 40

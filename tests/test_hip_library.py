@@ -1,7 +1,4 @@
-"""The HIP engine's use of the placement kernel, of HIP's version and of library names.
-
-The tests run on the double of the HIP library, like ``test_hip.py``.
-"""
+"""The HIP engine's placement kernel, HIP's version and names of libraries, on the double."""
 
 from __future__ import annotations
 
@@ -152,8 +149,7 @@ def _failing(at: Rank, names: Sequence[str]) -> list[tuple[Any, int, int]]:
 
 
 def test_kernels_that_fail() -> None:
-    """If loading fails, PyTorch packs, and the loaded modules are unloaded at the end. The error of
-    a failed launch names the call."""
+    """If loading fails, PyTorch packs. The error of a failed launch names the call."""
     names = LOAD, "hipModuleGetFunction", LAUNCH
     others, outcomes = run(2, compiling, _failing, names, settings=NO_RECTANGLES)
     assert outcomes[:2] == [(None, 0, 1), (None, 0, 2)]

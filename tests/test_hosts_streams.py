@@ -81,8 +81,7 @@ def test_calls_in_flight(at: Rank, queued: int) -> None:
 
 @on_ranks(2)
 def test_memory_is_allocated_when_nothing_needs_the_relay(at: Rank) -> None:
-    """Memory is requested while a call is in flight. PyTorch's rendezvous waits for the device with
-    the GIL held, so no Python thread runs meanwhile."""
+    """PyTorch's rendezvous holds the GIL while it waits for the device, so no thread runs."""
     with host_of(at, 2), jitter(at.rank):
         case, quiet = equal(2, 8, 16, 8, schedule="growing"), []
         exact(at, case, 0)

@@ -1,5 +1,4 @@
-"""The projections around attention by heads: plans and their proof, layers, memory, errors. Exact
-calls and gradients are tested by the contract."""
+"""Projections around attention by heads, beyond the contract: plans, layers, memory, errors."""
 
 from __future__ import annotations
 

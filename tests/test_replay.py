@@ -1,5 +1,4 @@
-"""Replayed arrivals on the thread driver: exact results on every rank, signals in order and not too
-early, and the error of a signal that never arrives."""
+"""Replayed arrivals on the thread driver: exact results, signals in order, and lost signals."""
 
 from __future__ import annotations
 

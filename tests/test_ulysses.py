@@ -1,5 +1,4 @@
-"""Attention by heads over a sequence that is split among ranks: plans, their proof, choice of a
-schedule, and layouts that need no copy."""
+"""Attention by heads: plans, their proof, choice of a schedule, and layouts without a copy."""
 
 from __future__ import annotations
 

@@ -157,8 +157,7 @@ def test_an_operand_on_the_cpu_in_a_group_of_nccl(at: Rank) -> None:
 
 @on_ranks(2)
 def test_refusals_that_are_not_published(at: Rank) -> None:
-    """A refusal without a workspace cannot be published; a refusal of fake tensors need not be.
-    Both raise at once, and the group stays usable."""
+    """Refusals without a workspace cannot be published; those of fake tensors need not be."""
     x, b = torch.ones(4, 8), torch.ones(8, 3)
     with own_group(at) as group:
         product = partial(ficco.all_gather_matmul, group=group)

@@ -384,8 +384,7 @@ def test_a_driver_that_answers_late_ends_nothing(
 
 
 def test_a_driver_that_had_no_time_to_answer_ends_nothing(ended: Codes, watch: Watch) -> None:
-    """The process stands still, with the interpreter lock, for longer than all limits. The call
-    ends meanwhile, which only the driver knows."""
+    """The process stands still with the GIL held. Only the driver knows that the call ended."""
     workspace = watch(running=0, timeout_s=ANSWER_S)
     stand_still, pulse = ctypes.PyDLL(None).usleep, workspace.engine.pulse
     workspace.engine.begun = lambda slot: (7, False)  # type: ignore[method-assign]

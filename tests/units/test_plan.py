@@ -155,8 +155,7 @@ def test_plans_pass_the_proof(problem: Problem, data: st.DataObject, share: floa
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_schedule_serves_every_operator(operator: str) -> None:
-    """Ranks have many rows, fewer rows than pieces, or no rows. Sums are rounded once unless the
-    schedule accumulates in the result."""
+    """Ranks have many, few or no rows. Sums are rounded once unless the result accumulates."""
     problem = problem_with(operator, [40, 0, 1, 9])
     for name in served(problem):
         all_plans = build(name, problem)
