@@ -4,6 +4,7 @@ compares them for all schedules. These tests cover autograd: layouts, options, e
 from __future__ import annotations
 
 import itertools
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -82,16 +83,8 @@ def uneven(operator: str, world: int) -> Any:
     return (4, 0, 3, 5)[:world]
 
 
-@dataclass
-class Sample:
-    """Operands, results, and gradients of results and operands, of all ranks, in float64."""
-
-    a: list[torch.Tensor]
-    b: list[torch.Tensor]
-    g: list[torch.Tensor]
-    y: list[torch.Tensor]
-    grad_a: list[torch.Tensor]
-    grad_b: list[torch.Tensor]
+#: Operands, gradients of results, results, and gradients of operands, of all ranks, in float64.
+Sample = namedtuple("Sample", "a b g y grad_a grad_b")
 
 
 def make(case: Case, world: int, iteration: int = 0) -> Sample:
