@@ -207,8 +207,7 @@ def test_float_error_is_that_of_a_plain_product(at: Rank) -> None:
 # The CPU engine only.
 
 
-#: Program of a rank under torchrun. It prints the shared memory that it has mapped, then ends in
-#: one of ``WAYS``.
+#: Program of a rank under torchrun. It prints its shared memory, and ends in one of ``WAYS``.
 SCRIPT = """
 import contextlib, os, re, sys, threading, time
 import torch

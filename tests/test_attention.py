@@ -43,9 +43,7 @@ _, *SCHEDULES = SUBJECTS["all_gather_attention"].schedules(4)
 _, *OVER_HOSTS = SUBJECTS["all_gather_attention"].schedules(4, hosts=2)
 
 
-def problem_of(
-    world: int, rows: int, *sizes: int, dtype: str = "bfloat16", **mask: Any
-) -> AttentionProblem:
+def problem_of(world: int, rows: int, *sizes: int, dtype: str = "bfloat16", **mask: Any) -> Any:
     """``sizes``: batch, heads of queries and of keys, and elements of a head."""
     return AttentionProblem(world, rows, *(sizes or (1, 4, 2, 16)), dtype, **mask)
 

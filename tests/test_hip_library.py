@@ -24,8 +24,7 @@ import ficco
 from ficco.compute import products
 from ficco.tools.tune import communication
 
-#: Schedules whose senders pack columns if the runtime lacks 2D copies. The last one packs rows with
-#: a stride.
+#: Schedules whose senders pack columns without 2D copies; the last one packs rows with a stride.
 PACKED = ("hetero-fused-2d", "uniform-fused-2d:copy=2", "uniform-unfused-2d:pieces=3", "growing")
 #: The same for operators that send products.
 PACKED_PRODUCTS = {

@@ -978,8 +978,7 @@ def test_block_stack_trains_as_unsharded(world: int, device: str) -> None:
     results = run(world, _train, dtype, device=device)
     sharded, unsharded = results[0]
     assert len({*sharded}) == 5, "each step changes the loss"
-    # float64 sums in another order, and a loss in float32. Roundings of 1e-7 grow in each of five
-    # steps.
+    # Sums in another order, and a loss in float32, whose roundings of 1e-7 grow in five steps.
     assert sharded == pytest.approx(unsharded, rel=close)
     assert all(result[0] == sharded for result in results), "ranks have different losses"
 

@@ -146,8 +146,7 @@ def _mixed(at: Rank, calls: int, tiled: bool) -> None:
             kind = chance.choice(("equal", "ragged", "few", "sparse"))
             sizes = chance.choice((8, 24)), chance.choice((8, 40))
             case = Case(rows_for(operator, at.world, kind), sizes, "bfloat16", schedule)
-            # Calls with a cap, larger than any call needs, take turns on one piece of memory.
-            # Only signals hand it over between ranks.
+            # Calls with a cap take turns on one piece of memory, which only signals hand over.
             with ficco.options(workspace_bytes=None if sizes[1] == 8 else 1 << 22):
                 exact(at, SUBJECTS[operator], case, iteration)
 

@@ -78,9 +78,7 @@ def _heads(rows: torch.Tensor) -> torch.Tensor:
     return rows.transpose(0, 1)[None]
 
 
-def sequences_of(
-    operands: Any, bounds: Any, longest: Any, causal: bool, window: Any
-) -> Iterator[Any]:
+def sequences_of(operands: Any, bounds: Any, longest: Any, causal: bool, window: Any) -> Any:
     """Query rows, key rows, heads and mask of each sequence with queries and keys."""
     q, k, v = operands
     assert all(one.dtype == torch.int32 for one in bounds)

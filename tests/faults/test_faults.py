@@ -325,8 +325,7 @@ def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
 BASE = equal(3, 8, 8, 8, schedule="hetero-fused-1d")
 
 
-#: Calls before the mismatch: no calls, the call of most ranks, or the calls of all ranks. A call
-#: that is new to a rank waits for the peers.
+#: Calls before the mismatch: none, those of most ranks, or those of all. New calls wait for peers.
 BEFORE = ("first", "new here", "warm")
 
 

@@ -89,9 +89,7 @@ class Workspace:
     calls = 7
     thread = 0
 
-    def __init__(
-        self, running: int, ending: bool, error: RankMismatch | None, schedule: str = "growing"
-    ) -> None:
+    def __init__(self, running: int, ending: bool, error: Any, schedule: str = "growing") -> None:
         problem = Problem("all_gather_matmul", (8,) * 4, 8, 8, "bfloat16")
         program = Program(plan(problem, NAMED[schedule], 0), None, [])
         self.slots = [Slot(None, programs={7: program})]  # type: ignore[call-arg]

@@ -69,8 +69,7 @@ MILLISECOND = 1_800_000
 POOLED = 32
 #: Timeout of calls in the tests of faults, in seconds.
 PATIENCE_S = 3.0
-#: Limit on the seconds from the timeout to the error: a period of the watchdog, and freeing the
-#: streams.
+#: Limit on the seconds from the timeout to the error: the watchdog's period, and freeing streams.
 SLACK_S = 6.0
 #: Settings of new processes for two threads that each have a group. With lazy loading, CUDA waits
 #: for the device before it loads a kernel, and two ranks that do so deadlock.

@@ -171,8 +171,7 @@ def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
     decision = decide(problem(2048, 1024, 4096, world=2), machine=tuned, mode="queued")
     assert decision.source == "model"
     assert "on toy (as 2 ranks)" in decision.reason
-    # Each of two ranks receives 8 MiB in one shard: the collective takes as long as on 4 ranks that
-    # receive 8 MiB in three shards.
+    # Each of two ranks receives 8 MiB in one shard, as each of four does in three shards.
     (serial,) = (c for c in decision.candidates if c.schedule == "serial:collective")
     assert serial.queued == pytest.approx(1e-3 + 2e-3)
     blocks = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
