@@ -45,7 +45,7 @@ from test_all_gather_matmul import (  # noqa: F401  collected here, on GPUs
     test_float_error_is_that_of_a_plain_product,
     test_layouts_of_a,
 )
-from test_faults import assert_unusable, timed
+from test_faults import assert_unusable, everyone, timed
 from test_operators import (  # noqa: F401  likewise
     all_exact,
     test_an_all_reduce_is_equal_on_all_ranks_to_the_last_bit,
@@ -83,10 +83,6 @@ hopper = pytest.mark.skipif(not on_hopper(), reason="needs Hopper GPUs")
 
 def on_hopper_only(*parameters: Any) -> list[Any]:
     return [pytest.param(parameter, marks=hopper) for parameter in parameters]
-
-
-def everyone(at: Rank) -> Any:
-    return dist.new_group(list(range(at.world)))
 
 
 def settle(at: Rank) -> None:
