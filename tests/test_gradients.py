@@ -96,10 +96,9 @@ def make(case: Case, world: int, iteration: int = 0) -> Sample:
     return Sample(*plain, *first, [x.grad for x in a], [x.grad for x in b])
 
 
-def operands(case: Case, sample: Sample, at: Rank, rank: int | None = None) -> tuple[Any, Any]:
-    rank = at.rank if rank is None else rank
+def operands(case: Case, sample: Sample, at: Rank) -> tuple[Any, Any]:
     kind = getattr(torch, case.dtype)
-    a, b = (x[rank].to(at.device, kind, copy=True) for x in (sample.a, sample.b))
+    a, b = (x[at.rank].to(at.device, kind, copy=True) for x in (sample.a, sample.b))
     if case.leading and len(a) % 2 == 0:
         a = a.view(2, len(a) // 2, case.k)
     return a.requires_grad_("a" in case.needs), b.requires_grad_("b" in case.needs)
@@ -111,15 +110,9 @@ def product(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> 
 
 def exact(at: Rank, case: Case, iteration: int = 0, group: Any = None) -> None:
     members = group.get_group() if isinstance(group, DeviceMesh) else group
-    rank, world = dist.get_rank(members), dist.get_world_size(members)
-    sample = make(case, world, iteration)
-    a, b = operands(case, sample, at, rank)
-    y = product(case, a, b, group)
-    about = f"rank {rank}, {case}"
-    same(y, sample.y[rank], f"{about}: the product")
-    y.backward(sample.g[rank].to(y))
-    same(a.grad, sample.grad_a[rank], f"{about}: the gradient of a")
-    same(b.grad, sample.grad_b[rank], f"{about}: the gradient of b")
+    member = replace(at, rank=dist.get_rank(members), world=dist.get_world_size(members))
+    whole = case.of_subject.on(needs=(True, True))
+    subjects.exact(member, SUBJECTS[case.operator], whole, iteration, group)
 
 
 def same(result: torch.Tensor | None, want: torch.Tensor, about: str) -> None:
