@@ -73,8 +73,7 @@ def exactly(at: Rank, calls: Sequence[Any], check: Any = operators.all_exact) ->
 
 
 def jittered(at: Rank, count: int, together: int = 8) -> str:
-    """Random calls, several in flight, while random streams are delayed, different ones on every
-    rank."""
+    """Random calls, several in flight, while random streams are delayed."""
     exact(at, equal(at.world, 8, 8, 8, schedule="growing"), 0)
     choice, own_choice = random.Random(11), random.Random(at.rank)
     for first in range(0, count, together):
@@ -162,9 +161,7 @@ def wheel() -> Path:
     for candidate in (folder / f"cp{sys.version_info[0]}{sys.version_info[1]}", folder / "10"):
         if (candidate / "hip").exists():
             return candidate
-    raise SystemExit(
-        f"no hip-python in {folder}: run tests/hip_forward/fetch.sh, and carry it here"
-    )
+    raise SystemExit(f"no hip-python in {folder}: run tests/hip_forward/fetch.sh and carry it here")
 
 
 def about(world: int) -> str:

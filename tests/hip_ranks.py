@@ -125,9 +125,8 @@ def run(
 
 
 def on_double(world: int, **how: Any) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of a function of a rank, as :func:`ranks.on_ranks`. The test fails on violations
-    of the API and on leaks. ``how`` has arguments of :func:`run`; by default the ranks stay for the
-    next test."""
+    """Make a test of a function of a rank, as :func:`ranks.on_ranks`, that fails on violations of
+    the API and on leaks. ``how`` has arguments of :func:`run`; by default the ranks stay."""
 
     def test_of(body: Callable[..., None]) -> Any:
         parameters = [*inspect.signature(body).parameters.values()][1:]
@@ -150,8 +149,7 @@ def _cleanly(at: Rank, fn: Callable[..., None], *args: Any) -> None:
 
 
 def bind(folder: str) -> None:
-    """Let this process import the hip-python of a folder; reuse modules that the server of ranks
-    has imported."""
+    """Let this process import a folder's hip-python; reuse modules of the server of ranks."""
     sys.path.insert(0, folder)
     if preloaded := sys.modules.get("tests.preloaded"):
         sys.modules.update(preloaded.BINDINGS.get(folder, {}))

@@ -40,8 +40,6 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 SCHEDULES = ("tiled", "tiled:pieces=4", "tiled:pieces=3,order=piece", "tiled:pieces=2,pull")
 
-# Plans.
-
 
 @pytest.mark.parametrize(
     "rows", [(16,), (16, 16), (5, 0), (0, 0), (7, 3, 12), (0, 0, 9, 1), (3,) * 8], ids=str
@@ -96,9 +94,6 @@ def test_tools_read_the_call_or_refuse_it() -> None:
     assert [step.op for step in in_parts(plan).steps].count("call") == 1 + 4
     with pytest.raises(NotImplementedError, match="step 'caller"):
         simulate(plans(), find("h200-4", None), "queued")
-
-
-# Calls on CPUs.
 
 
 def gathered(at: Rank, case: Case, iteration: int, **arguments: Any) -> None:
@@ -174,9 +169,6 @@ def _in_place(at: Rank) -> None:
 )
 def test_all_rows_arrive(world: int, blocks: Callable[[Rank], None]) -> None:
     run(world, blocks)
-
-
-# Faults.
 
 
 def _refuses(words: str, call: Callable[[], Any]) -> None:
@@ -338,14 +330,11 @@ TARGETS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=["sm_90", "gfx942"])
-def test_kernels_compile_for_gpus(
-    target: tuple[str, Any, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_compile_for_gpus(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait is an acquire load. A signal is stored after the stores of all threads."""
     compiler = pytest.importorskip("triton.compiler")
-    backends, driver = (
-        pytest.importorskip(f"triton.{name}") for name in ("backends.compiler", "runtime.driver")
-    )
+    names = "backends.compiler", "runtime.driver"
+    backends, driver = (pytest.importorskip(f"triton.{name}") for name in names)
     import arriving_kernels
 
     gpu = backends.GPUTarget(*target)
@@ -374,9 +363,7 @@ def test_only_device_functions_import_triton() -> None:
     assert {path.relative_to(package).parts[0] for path in importers} == {"tile.py", "compute"}
 
 
-def test_without_triton_the_device_functions_say_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_triton_functions_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "ficco.tile", raising=False)
     monkeypatch.delitem(vars(ficco), "tile", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)

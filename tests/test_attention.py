@@ -43,9 +43,7 @@ _, *SCHEDULES = SUBJECTS["all_gather_attention"].schedules(4)
 _, *OVER_HOSTS = SUBJECTS["all_gather_attention"].schedules(4, hosts=2)
 
 
-def problem_of(
-    world: int, rows: int, *sizes: int, dtype: str = "bfloat16", **mask: Any
-) -> AttentionProblem:
+def problem_of(world: int, rows: int, *sizes: int, dtype: str = "bfloat16", **mask: Any) -> Any:
     """``sizes``: batch, heads of queries and of keys, and elements of a head."""
     return AttentionProblem(world, rows, *(sizes or (1, 4, 2, 16)), dtype, **mask)
 
@@ -60,9 +58,6 @@ def whole(case: Case, iteration: int) -> list[torch.Tensor]:
 
 
 HEAD_TAIL = problem_of(4, 16, causal=True, placement="head-tail")
-
-
-# Masks.
 
 
 def dense(rectangles: tuple[Rectangle, ...], queries: int, keys: int) -> torch.Tensor:
@@ -118,9 +113,6 @@ def test_rectangles_have_each_pair_once(drawn: Any) -> None:
     wanted = attended(facts, at[0][:, None], at[1][None])
     counts = dense(mask.rectangles(queries, keys), *wanted.shape)
     assert torch.equal(counts, wanted.to(counts.dtype))
-
-
-# Plans.
 
 
 @given(data=st.data())
@@ -216,9 +208,6 @@ def test_choice() -> None:
     assert times == sorted(set(times))
 
 
-# Calls on CPUs.
-
-
 def test_keys_in_the_layout_of_staging_are_not_copied() -> None:
     for batch in (1, 2):
         kv = torch.empty(8, 2, batch, 2, 16)
@@ -250,9 +239,6 @@ def test_memory_is_capped(at: Rank) -> None:
         assert "workspace_bytes: required at least" in failure.text
 
 
-# Gradients.
-
-
 def not_finite(at: Rank, value: float, case: Case) -> None:
     """Attend to keys of the last rank that are NaN, or -inf, which masks them."""
     rows, _, heads, kv_heads, size = case.sizes
@@ -280,9 +266,7 @@ def test_scores_that_are_not_finite_are_not_merged_as_zeros(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_keys_of_grouped_heads_are_repeated_for_older_releases(
-    causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_repeated_for_old_releases(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch before 2.9 reads beyond the keys of fewer heads on CPUs."""
     heads = Heads(*whole(Case((8,), (8, 2, 4, 2, 16), "float64"), 1))
     rows, seen = Rectangle(0, 8, 0, 8, None, 0 if causal else None), []
@@ -316,10 +300,7 @@ def test_behind_pytorchs_context_parallelism(at: Rank) -> None:
     (grad,) = torch.autograd.grad(wanted.sum(), q)
     own = SUBJECTS["all_gather_attention"].positions(case, at.rank)
     shards = [tensor.detach().clone() for tensor in (q, k, v)]
-    with (
-        context_parallel(mesh, buffers=shards, buffer_seq_dims=[2, 2, 2]),
-        ficco.behind_sdpa(mesh),
-    ):
+    with context_parallel(mesh, buffers=shards, buffer_seq_dims=[2, 2, 2]), ficco.behind_sdpa(mesh):
         call = torch.nn.functional.scaled_dot_product_attention
         assert call is not scaled_dot_product_attention
         leaf = shards[0].detach().clone().requires_grad_()
@@ -338,8 +319,7 @@ def test_behind_pytorchs_context_parallelism(at: Rank) -> None:
 
 @on_ranks(2)
 def test_layers_behind_sdpa(at: Rank) -> None:
-    """PyTorch's layers, in modes with and without a fused kernel, are served unless they return
-    weights. ficco's own layers, which attend to the whole sequence, are unchanged."""
+    """PyTorch's layers are served unless they return weights; ficco's layers are unchanged."""
     torch.manual_seed(1)
     layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
     heads = ficco.nn.UlyssesAttention(16, 4, device=at.device)
@@ -403,11 +383,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
     ((Q, K.double(), K.double()), {}, "required"),
     ((Q, ODD, ODD), {}, "required a number of heads that divides the 4 of q"),
     ((Q.int(), K.int(), K.int()), {}, "not served"),
-    (
-        (torch.cat([Q, Q]), torch.cat([K, K]), torch.cat([K, K])),
-        {"cu_seqlens": [0, 4, 16]},
-        "required",
-    ),
+    (tuple(torch.cat([one, one]) for one in (Q, K, K)), {"cu_seqlens": [0, 4, 16]}, "required"),
     ((Q, K, K), {"window": 4}, "window"),
     ((Q, K, K), {"window": -1, "causal": True}, "window"),
     ((Q, K, K), {"window": np.float32(4), "causal": True}, "window"),

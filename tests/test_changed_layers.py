@@ -1,7 +1,4 @@
-"""Layers changed by other tools: hooks, adapters, parametrizations, FSDP2, quantization.
-
-All values are small integers in float32, so that results are compared without tolerance.
-"""
+"""Layers changed by hooks, adapters, parametrizations, FSDP2 and quantization: exact integers."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ from ficco.nn import (
 
 
 class Doubled(torch.Tensor):
-    """Twice another tensor, like a quantized tensor, which is a multiple of its integers. Its only
-    kernel is ``linear``."""
+    """Twice another tensor, like a quantized tensor. Its only kernel is ``linear``."""
 
     half: torch.Tensor
 

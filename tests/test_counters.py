@@ -42,16 +42,13 @@ def _calls(schedule: str) -> dict[str, tuple[Callable[..., Any], tuple[int, ...]
     indices, pairs = torch.tensor([[0, 1], [1, 3], [2, 0], [3, 2]]), torch.ones(4, 2)
     layer: dict[str, Any] = {"capacity": 4, "schedule": schedule}
     products = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    gathered = partial(ficco.all_gather_attention, schedule=schedule)
+    by_heads = partial(ficco.ulysses_attention, schedule=schedule)
+    options = {"b": weight, "schedule": schedule}
     return {
-        **{
-            name: (partial(getattr(ficco, name), b=weight, schedule=schedule), ROWS)
-            for name in products
-        },
-        "all_gather_attention": (
-            lambda q: ficco.all_gather_attention(q, q, q, schedule=schedule),
-            HEADS,
-        ),
-        "ulysses_attention": (lambda q: ficco.ulysses_attention(q, q, q, schedule=schedule), HEADS),
+        **{name: (partial(getattr(ficco, name), **options), ROWS) for name in products},
+        "all_gather_attention": (lambda q: gathered(q, q, q), HEADS),
+        "ulysses_attention": (lambda q: by_heads(q, q, q), HEADS),
         "experts": (lambda x: ficco.experts(x, indices, pairs, up, down, **layer), ROWS),
     }
 

@@ -71,9 +71,6 @@ LAYERS = {
 }
 
 
-# Gradients.
-
-
 @on_ranks(2)
 def test_a_nan_token_affects_only_its_own_experts(at: Rank) -> None:
     layer = Layer((6,) * at.world, experts=4, gated=True)
@@ -119,25 +116,20 @@ def test_every_activation_has_functions() -> None:
     assert tuple(products.ACTIVATIONS) == specification.ACTIVATIONS
 
 
-# Routes.
-
-
 def routed(at: Rank, layer: Layer, schedule: str) -> None:
     """Every pair is served or counted as dropped."""
     batch = data(layer, at.rank)
     for capacity, overflow in ((2, "drop"), (2, "again"), (None, "drop")):
         limits = {"capacity": capacity, "on_overflow": overflow}
         routing = ficco.route(batch.indices, layer.experts, **limits)
-        served = within_capacity(
-            batch.indices, layer.experts, 2 if (capacity, overflow) == (2, "drop") else None
-        )
+        most = 2 if (capacity, overflow) == (2, "drop") else None
+        served = within_capacity(batch.indices, layer.experts, most)
         counts = torch.bincount(batch.indices.flatten(), minlength=layer.experts)
         assert torch.equal(routing.counts, counts)
         lost = torch.bincount(batch.indices[~served], minlength=layer.experts)
         assert torch.equal(routing.dropped, lost)
-        y = call(
-            at, layer, Data(batch.tokens, routing, batch.weights), capacity=None, schedule=schedule
-        )
+        rows = Data(batch.tokens, routing, batch.weights)
+        y = call(at, layer, rows, capacity=None, schedule=schedule)
         wanted = plain(batch, *weights_of(layer), 2 if lost.any() else None)
         assert torch.equal(y, wanted)
 
@@ -162,10 +154,8 @@ def test_counts_are_exchanged_before_other_calls(at: Rank) -> None:
     for routing in reversed(routings):
         y = call(at, layer, Data(inputs.tokens, routing, inputs.weights), capacity=None)
         assert torch.equal(y, plain(inputs, *weights_of(layer)))
-        most = max(
-            int(ficco.route(data(layer, rank).indices, 4, capacity=1).counts.max())
-            for rank in range(2)
-        )
+        capped = (ficco.route(data(layer, rank).indices, 4, capacity=1) for rank in range(2))
+        most = max(int(each.counts.max()) for each in capped)
         assert routing.capacity == rounded(most) > 8 and not routing.dropped.any()
 
 
@@ -195,9 +185,6 @@ def test_tokens_leave_before_the_counts_and_a_schedule_is_chosen_once(at: Rank) 
         for capacity in (None, 40, None):
             call(at, layer, data(layer, at.rank), capacity=capacity)
     assert notes == [(20, True), (40, False)]
-
-
-# Wrong calls.
 
 
 SHAPES = {"tokens": (4, 8), "up": (2, 8, 6), "down": (2, 6, 8)}
@@ -236,10 +223,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"up": torch.ones(0, 8, 6), "down": torch.ones(0, 6, 8)}, "at least one expert"),
     ({"up": torch.ones(8, 6)}, "reshape"),
     ({"down": torch.ones(2, 6, 8).half()}, "one dtype"),
-    (
-        {name: torch.ones(*shape).int() for name, shape in SHAPES.items()},
-        "int32 is not served",
-    ),
+    ({name: torch.ones(*shape).int() for name, shape in SHAPES.items()}, "int32 is not served"),
     ({"split": "rows"}, "experts, columns"),
     ({"tokens": 3}, "torch.Tensor"),
     ({"schedule": "ring"}, "one that is ring"),
@@ -345,8 +329,7 @@ def test_a_rank_without_memory_tells_the_others(at: Rank) -> None:
 
 @on_ranks(2)
 def test_an_exact_routing_is_a_graph_break(at: Rank) -> None:
-    """An exact routing is a graph break in compiled code. ``fullgraph=True`` and fake tensors,
-    which have no data, are refused."""
+    """``fullgraph=True`` and fake tensors, which have no data, are refused."""
     arguments = operands(at)
     tokens, indices = arguments.pop("tokens").requires_grad_(), arguments.pop("indices")
     del arguments["capacity"]

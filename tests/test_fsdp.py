@@ -10,7 +10,7 @@ import gc
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,10 @@ import pytest
 import thread_driver
 import torch
 import torch.distributed as dist
+from edits import Edit, change, everywhere, is_copy, move, refused, sums
 from ranks import Body, Died, Failure, Rank, caught, gave_up, on_ranks, ranks, run, since
+from subjects import integers
+from test_hosts import host_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -33,8 +36,8 @@ from ficco import fsdp
 from ficco.fsdp import GATHER, SUM, WeightProblem, weight_plans
 from ficco.machine import find
 from ficco.options import current
-from ficco.plan import Plan, Reduction, Transfer, render
-from ficco.proof import PlanError, check
+from ficco.plan import Transfer, render
+from ficco.proof import check
 from ficco.runtime.workspace import workspaces
 from ficco.schedules import Schedule
 from ficco.simulate import simulate
@@ -49,12 +52,7 @@ HOOKS = since("2.9", "has no hooks for the collectives of FSDP2")
 PATIENCE_S, LONG_S = 1.0, 20.0
 
 
-# Plans.
-
-
-def plans(
-    operator: str, world: int, count: int = 1000, name: str = "serial:pieces=3"
-) -> list[Plan]:
+def plans(operator: str, world: int, count: int = 1000, name: str = "serial:pieces=3") -> Any:
     return weight_plans(WeightProblem(operator, world, count, "bfloat16"), Schedule.parse(name))
 
 
@@ -73,37 +71,6 @@ def test_plans_are_simulated_and_drawn() -> None:
         assert "copy" in render(few[0])
 
 
-def edited(operator: str, edit: Callable[[Any], Any]) -> list[Plan]:
-    """Return the Plans of two ranks with each step edited."""
-    return [replace(plan, steps=tuple(map(edit, plan.steps))) for plan in plans(operator, 2)]
-
-
-def _unawaited(step: Any) -> Any:
-    return step._replace(lane="sync") if step.label == "arrived" else step
-
-
-def _too_early(step: Any) -> Any:
-    """Move the wait for the begin of the peer from the copies to the last step."""
-    early = tuple(word for word in step.waits if word.kind == "begun")
-    if early:
-        return step._replace(waits=())
-    begun = tuple(word for word in step.clears if word.kind == "begun")
-    return step._replace(waits=begun) if begun else step
-
-
-def _swapped(step: Any) -> Any:
-    terms = getattr(step.work, "terms", 0)
-    swap = step.copy is not None and terms
-    return step._replace(work=step.work._replace(terms=3 - terms)) if swap else step
-
-
-def _own_twice(step: Any) -> Any:
-    if not isinstance(step.work, Reduction):
-        return step
-    own = next(part for part in step.work.parts if part.buffer == "grads")
-    return step._replace(work=step.work._replace(parts=(own, own)))
-
-
 def test_proof_refuses_a_sum_without_its_factor() -> None:
     """Only a reduction multiplies: a result with a factor cannot be copied into place."""
     problem, schedule = WeightProblem(SUM, 2, 1000, "bfloat16", 0.5), Schedule.parse("serial")
@@ -111,50 +78,36 @@ def test_proof_refuses_a_sum_without_its_factor() -> None:
     check(scaled)
     assert str(problem) == "fsdp_reduce_scatter(1000 x 2 ranks, bfloat16, times 0.5)"
     plain = tuple(b._replace(factor=1.0) for b in scaled[0].buffers)
-    with pytest.raises(PlanError, match="the operands and results are not those that are"):
-        check([replace(plan, buffers=plain) for plan in scaled])
+    words = "the operands and results are not those that are"
+    refused([replace(plan, buffers=plain) for plan in scaled], words)
     staged = tuple(b._replace(factor=0.5) if b.memory == "slot" else b for b in scaled[0].buffers)
-    with pytest.raises(PlanError, match="there are no buffers such as staging"):
-        check([replace(plan, buffers=staged) for plan in scaled])
-    placed = [replace(plan, steps=tuple(map(_placed, plan.steps))) for plan in scaled]
-    with pytest.raises(PlanError, match="leaves out the factor of a result"):
-        check(placed)
+    buffers = [replace(plan, buffers=staged) for plan in scaled]
+    refused(buffers, "there are no buffers such as staging")
+    refused(everywhere(scaled, change(sums, work=_placed)), "leaves out the factor of a result")
 
 
-def _placed(step: Any) -> Any:
+def _placed(work: Any) -> Any:
     """Replace a sum by a copy of this rank's term."""
-    if not isinstance(step.work, Reduction):
-        return step
-    own = next(i for i, part in enumerate(step.work.parts) if part.buffer == "grads")
-    move = Transfer(step.work.parts[own], step.work.out, step.work.terms[own])
-    return step._replace(work=move)
+    own = next(i for i, part in enumerate(work.parts) if part.buffer == "grads")
+    return Transfer(work.parts[own], work.out, work.terms[own])
+
+
+def own_twice(parts: Any) -> Any:
+    return tuple(part for part in parts if part.buffer == "grads") * 2
 
 
 @pytest.mark.parametrize(
     ("operator", "edit", "why"),
     [
-        (GATHER, _unawaited, "writes a result that its rank does not wait for"),
-        (GATHER, _too_early, "result of a peer that may not have begun"),
-        (SUM, _swapped, "takes an operand for the term of another rank"),
-        (SUM, _own_twice, "takes an operand for the term of another rank"),
+        (GATHER, change("arrived", lane="sync"), "a result that its rank does not wait for"),
+        (GATHER, move(is_copy, "retire", "waits"), "result of a peer that may not have begun"),
+        (SUM, change(is_copy, terms=lambda terms: 3 - terms), "for the term of another rank"),
+        (SUM, change(sums, parts=own_twice), "takes an operand for the term of another rank"),
     ],
 )
-def test_proof_refuses_wrong_plans(operator: str, edit: Callable[[Any], Any], why: str) -> None:
+def test_proof_refuses_wrong_plans(operator: str, edit: Edit, why: str) -> None:
     check(plans(operator, 2))
-    with pytest.raises(PlanError, match=why):
-        check(edited(operator, edit))
-
-
-# Hooks.
-
-
-def integers(most: int, *seed: int, size: Sequence[int]) -> torch.Tensor:
-    """Return random whole numbers from -most to most."""
-    mixed = 0
-    for value in seed:
-        mixed = mixed * 7919 + value + 1
-    generator = torch.Generator().manual_seed(mixed)
-    return torch.randint(-most, most + 1, tuple(size), generator=generator)
+    refused(everywhere(plans(operator, 2), edit), why)
 
 
 class Group:
@@ -193,11 +146,9 @@ def of(at: Rank) -> torch.device:
     return torch.empty(0, device=at.device).device
 
 
-def gathered(
-    at: Rank, gathers: fsdp.Gathers, step: int, count: int, dtype: torch.dtype
-) -> torch.Tensor:
+def gathered(at: Rank, gathers: Any, step: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Gather as FSDP2 does, from a slice of the result, and check the slices of all ranks."""
-    whole = torch.cat([integers(9, step, rank, size=(count,)) for rank in range(at.world)])
+    whole = torch.cat([integers(9, step, rank, shape=(count,)) for rank in range(at.world)])
     whole = whole.abs().to(dtype) if not dtype.is_signed else whole.to(dtype)
     out = gathers.allocate((count * at.world,), dtype=dtype, device=of(at))
     own = out.narrow(0, count * at.rank, count)
@@ -242,7 +193,7 @@ def all_sums(at: Rank) -> None:
             for dtype in dtypes if at.device.type == "cpu" else dtypes[:3]:
                 for count, room in ((1, 64 << 20), (4097, 64 << 20), (4097, 1024)):
                     size = at.world, at.world, count
-                    terms = integers(9, step, count, size=size).to(dtype)
+                    terms = integers(9, step, count, shape=size).to(dtype)
                     source = sums.allocate((at.world * count,), dtype=dtype, device=at.device)
                     source.copy_(terms[at.rank].flatten())
                     out = torch.full((count,), float("nan"), dtype=dtype, device=at.device)
@@ -258,8 +209,7 @@ def all_sums(at: Rank) -> None:
 
 
 def sums_in_order(at: Rank) -> None:
-    """Random bfloat16 gradients: sums and means in float32, in rank order, rounded once, and equal
-    when repeated."""
+    """Sums and means of bfloat16 are in float32, in rank order, rounded once, and repeatable."""
     with hooks() as (_, sums, _):
         torch.manual_seed(7)
         terms = torch.randn(at.world, at.world, 999).bfloat16()
@@ -302,13 +252,6 @@ def test_hooks(world: int, body: Callable[[Rank], None]) -> None:
     run(world, body)
 
 
-@HOOKS
-@pytest.mark.slow
-@pytest.mark.parametrize("body", [all_gathers, all_sums, sums_in_order])
-def test_hooks_on_the_double_of_hip(body: Callable[[Rank], None]) -> None:
-    hip_ranks.run(2, body)
-
-
 def _on_threads(at: Rank, body: Callable[[Rank], None]) -> None:
     """Run ``body`` on the double of a GPU that has ficco's kernels."""
     thread_driver.serve()
@@ -319,11 +262,9 @@ def _on_threads(at: Rank, body: Callable[[Rank], None]) -> None:
 @HOOKS
 @pytest.mark.slow
 @pytest.mark.parametrize("body", [all_gathers, all_sums, sums_in_order])
-def test_hooks_where_the_kernel_adds_up(body: Callable[[Rank], None]) -> None:
+def test_hooks_on_doubles_of_gpus(body: Callable[[Rank], None]) -> None:
+    hip_ranks.run(2, body)
     run(3, _on_threads, body, fresh=True)
-
-
-# Training.
 
 
 class Block(nn.Module):
@@ -385,14 +326,14 @@ def trained(at: Rank, model: Any, mode: str, step: int) -> list[torch.Tensor]:
     with torch.no_grad():
         for index, weight in enumerate(model.parameters()):
             local = weight.to_local()
-            local.copy_(integers(1, step, at.rank, index, size=local.shape))
+            local.copy_(integers(1, step, at.rank, index, shape=local.shape))
     if mode == "accumulated":
         model.set_requires_gradient_sync(step % 3 == 2)
     if mode == "unsharded before":
         handles = [block.unshard(async_op=True) for block in model.blocks]
         for handle in handles:
             handle.wait()
-    x = integers(2, step, at.rank, size=(4, 3)).float().to(at.device)
+    x = integers(2, step, at.rank, shape=(4, 3)).float().to(at.device)
     loss = model(x).float().sum()
     loss.backward()
     if mode == "evaluated":
@@ -400,9 +341,7 @@ def trained(at: Rank, model: Any, mode: str, step: int) -> list[torch.Tensor]:
             loss = loss + model(x).float().sum()
         model.reshard()
     weights = [weight.to_local().clone() for weight in model.parameters()]
-    grads = [
-        weight.grad.to_local().clone() for weight in model.parameters() if weight.grad is not None
-    ]
+    grads = [w.grad.to_local().clone() for w in model.parameters() if w.grad is not None]
     if mode != "accumulated" or step % 3 == 2:
         model.zero_grad()
     return [loss.detach().clone(), *grads, *weights]
@@ -446,9 +385,8 @@ def test_training_is_that_of_pytorch(at: Rank, mode: str) -> None:
         for kind in workspace.programs.values():
             if (operator := kind.plan.problem.operator) in (GATHER, SUM):
                 (program,) = kind.programs.values()
-                assert program.slot is workspace._slots[0][operator == GATHER], (
-                    "no gather waits for a sum"
-                )
+                # No gather waits for a sum.
+                assert program.slot is workspace._slots[0][operator == GATHER]
         sizes = [buffer.nbytes for buffer in workspace.held]
         assert len(sizes) <= (6 if mode in ("prefetched", "unsharded before") else 3)
         assert workspace.nbytes >= sum(sizes)
@@ -515,7 +453,7 @@ def test_groups_of_other_ranks_have_other_weights(at: Rank) -> None:
 
 def multiplied(group: Any, rank: int, block: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
     """Add products whose sums are exact, and their gradients."""
-    b = integers(1, rank, size=(5, 5)).float().to(out.device)
+    b = integers(1, rank, shape=(5, 5)).float().to(out.device)
     y = ficco.all_gather_matmul(out, b, group=group, schedule="hetero-fused-1d:pieces=2")
     return out + ficco.matmul_reduce_scatter(y, torch.eye(5, device=out.device), group=group)
 
@@ -561,31 +499,22 @@ def test_checkpoints_are_untouched(at: Rank) -> None:
     ficco.close()
 
 
-def _benched(at: Rank, folder: Path) -> Any:
-    """Run a short bench of all ways, and of one with wrong weights."""
+@HOOKS
+@on_ranks(2, timeout=250.0)
+def test_the_bench_is_proven_and_timed(at: Rank, tmp_path: Path) -> None:
+    """A short bench of all ways, and of one with wrong weights. Rank 0 has the rows."""
 
     def spoil(model: Any) -> None:
         with torch.no_grad():
             model[0].down.weight.to_local().zero_()
 
     ways = {**stacks.WAYS, "spoilt": stacks.StackWay(spoil)}
+    csv, cases = tmp_path / "fsdp.csv", stacks.SHAPES["cpu"]
+    settings = {"modes": ("idle",), "device": "cpu", "rounds": 2, "seconds": 600.0, "csv": csv}
     with mock.patch.object(stacks, "WAYS", ways):
-        return bench(
-            BenchSettings(
-                subject=stacks.SUBJECT,
-                cases=stacks.SHAPES["cpu"],
-                modes=("idle",),
-                device="cpu",
-                rounds=2,
-                seconds=600.0,
-                csv=folder / "fsdp.csv",
-            )
-        )
-
-
-@HOOKS
-def test_the_bench_is_proven_and_timed(tmp_path: Path) -> None:
-    rows, _ = run(2, _benched, tmp_path, timeout=250.0)
+        rows = bench(BenchSettings(subject=stacks.SUBJECT, cases=cases, **settings))
+    if at.rank:
+        return
     by_way, memory = rows.set_index("way"), ("pytorch-registered", "pytorch-symmetric")
     timed = [way for way in stacks.WAYS if way not in memory]
     statuses = dict.fromkeys(timed, "ok") | dict.fromkeys(memory, "skipped") | {"spoilt": "wrong"}
@@ -601,8 +530,10 @@ def test_the_bench_is_proven_and_timed(tmp_path: Path) -> None:
 METHODS = "set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"
 
 
-def _in_memory_of_nccl(at: Rank) -> list[Any]:
-    """Return the calls of FSDP2's methods, and the errors of a backend, a device and PyTorch."""
+@HOOKS
+@on_ranks(1)
+def test_ways_in_memory_of_nccl(at: Rank) -> None:
+    """Calls of FSDP2's methods, and the errors of a backend, a device and PyTorch."""
     model, called, refused = stacks.stack(stacks.SHAPES["cpu"][0], at.device, 2), [], []
     ways, kind = (stacks.registered, stacks.symmetric), type(dist.group.WORLD._get_backend(of(at)))
 
@@ -619,19 +550,10 @@ def _in_memory_of_nccl(at: Rank) -> list[Any]:
             refused.append(caught(lambda: stacks.symmetric(model)))
             del FSDPModule.set_symm_mem_for_comm
             refused.append(caught(lambda: stacks.symmetric(model)))
-    return [*called, *refused]
-
-
-@HOOKS
-def test_ways_in_memory_of_nccl() -> None:
-    registered, symmetric, *failures = run(1, _in_memory_of_nccl)[0]
-    assert registered == [(True,)] * 3 and symmetric == [()] * 3, "the model and two blocks"
+    assert called == [[(True,)] * 3, [()] * 3], "the model and two blocks"
     texts = "NCCL allocates no memory", "Backend can not be changed after use", "has no FSDPModule"
-    for failure, text in zip(failures, texts, strict=True):
+    for failure, text in zip(refused, texts, strict=True):
         assert failure.type == "NotImplementedError" and text in failure.text, failure
-
-
-# Faults and bad input.
 
 
 def _ends(how: str, *_: Any) -> None:
@@ -671,53 +593,25 @@ def test_a_lost_rank_is_named(victim: int, how: str, when: str) -> None:
         assert isinstance(again, Failure) and "an earlier call of this group failed" in again.text
 
 
-def _alone(at: Rank) -> Any:
+@HOOKS
+@on_ranks(2, fresh=True)
+def test_use_on_one_rank_only(at: Rank) -> None:
     model = sharded(at, "plain")
-    if at.rank == 1:
-        at.barrier()
-        return None
-    with ficco.options(timeout_s=PATIENCE_S):
-        failure = caught(lambda: fsdp.use(model))
+    if at.rank == 0:
+        with ficco.options(timeout_s=PATIENCE_S):
+            failure = caught(lambda: fsdp.use(model))
+        assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1, failure
+        assert failure.fields["operator"] == "fsdp.use"
     at.barrier()
-    return failure
 
 
 @HOOKS
-def test_use_on_one_rank_only() -> None:
-    failure, _ = run(2, _alone, fresh=True)
-    assert failure.type == "SignalTimeout" and failure.fields["peer"] == 1, failure
-    assert failure.fields["operator"] == "fsdp.use"
-
-
-def _differently(at: Rank) -> Any:
+@on_ranks(2, fresh=True)
+def test_use_with_different_arguments(at: Rank) -> None:
     model = sharded(at, "plain")
-    return caught(lambda: fsdp.use(model, reduce_scatter=at.rank == 0))
-
-
-@HOOKS
-def test_use_with_different_arguments() -> None:
-    for failure in run(2, _differently, fresh=True):
-        assert failure.type == "RankMismatch", failure
-        assert "reduce_scatter=True" in failure.text and "reduce_scatter=False" in failure.text
-
-
-def _refused(at: Rank) -> list[Failure]:
-    model, calls = sharded(at, "plain"), list[Callable[[], Any]]()
-    calls += [lambda: fsdp.use(nn.Linear(2, 2)), lambda: fsdp.use("model")]  # type: ignore[arg-type]
-    calls.append(lambda: fsdp.use(model, buffer_bytes=-1))
-    calls.append(lambda: fsdp.use(model, reduce_scatter="yes"))  # type: ignore[arg-type]
-    offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    calls.append(lambda: fsdp.use(offloaded))
-    failures = [caught(call) for call in calls]
-    assert not any(failure is None for failure in failures)
-    fsdp.use(model)
-    failures.append(caught(lambda: fsdp.use(model.blocks[1])))  # type: ignore[arg-type]
-    with mock.patch.object(FSDPModule, "set_custom_reduce_scatter", create=True):
-        del FSDPModule.set_custom_reduce_scatter
-        failures.append(caught(lambda: fsdp.use(model)))
-    trained(at, model, "plain", 1)  # the group stays usable
-    ficco.close()
-    return failures
+    failure = caught(lambda: fsdp.use(model, reduce_scatter=at.rank == 0))
+    assert failure.type == "RankMismatch", failure
+    assert "reduce_scatter=True" in failure.text and "reduce_scatter=False" in failure.text
 
 
 REFUSALS = (
@@ -726,37 +620,40 @@ REFUSALS = (
     ("InvalidArgument", "buffer_bytes: required a number of at least 0, or None, got -1"),
     ("InvalidArgument", "reduce_scatter: required True or False, got 'yes'"),
     ("NotImplementedError", "required parameters that stay .* got CPUOffloadPolicy .*leave out"),
-    (
-        "InvalidArgument",
-        "model: required modules that are .* yet, got .*; call fsdp.use once",
-    ),
+    ("InvalidArgument", "model: required modules that are .* yet, got .*; call fsdp.use once"),
     ("NotImplementedError", "required PyTorch 2.9 or later, .* got .*; update PyTorch"),
 )
 
 
 @HOOKS
-def test_bad_input_is_refused() -> None:
-    for failures in run(2, _refused):
-        for failure, (kind, text) in zip(failures, REFUSALS, strict=True):
-            assert failure.type == kind and re.search(text, failure.text), failure
-
-
-def _on_hosts(at: Rank) -> list[Any]:
-    os.environ["FICCO_HOST"] = f"host-{at.rank}"
-    try:
-        model = sharded(at, "plain")
-        rows = fsdp.use(model)
-        trained(at, model, "plain", 1)
-        return [*rows, *map(str, rows)]
-    finally:
-        del os.environ["FICCO_HOST"]
-        ficco.close()
+@on_ranks(2)
+def test_bad_input_is_refused(at: Rank) -> None:
+    model, calls = sharded(at, "plain"), list[Callable[[], Any]]()
+    calls += [lambda: fsdp.use(nn.Linear(2, 2)), lambda: fsdp.use("model")]  # type: ignore[arg-type]
+    calls.append(lambda: fsdp.use(model, buffer_bytes=-1))
+    calls.append(lambda: fsdp.use(model, reduce_scatter="yes"))  # type: ignore[arg-type]
+    offloaded = fully_shard(nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    calls.append(lambda: fsdp.use(offloaded))
+    failures = [caught(call) for call in calls]
+    fsdp.use(model)
+    failures.append(caught(lambda: fsdp.use(model.blocks[1])))  # type: ignore[arg-type]
+    with mock.patch.object(FSDPModule, "set_custom_reduce_scatter", create=True):
+        del FSDPModule.set_custom_reduce_scatter
+        failures.append(caught(lambda: fsdp.use(model)))
+    trained(at, model, "plain", 1)  # the group stays usable
+    ficco.close()
+    for failure, (kind, text) in zip(failures, REFUSALS, strict=True):
+        assert failure.type == kind and re.search(text, failure.text), failure
 
 
 @HOOKS
-def test_groups_of_several_hosts_and_of_one_rank_are_left() -> None:
-    for rows in run(2, _on_hosts):
-        assert {row.left for row in rows[:5]} == {"its ranks are on 2 hosts"}
-        assert rows[5] == "model: 32 elements, 2 ranks: left to PyTorch: its ranks are on 2 hosts"
-    for rows in run(1, _on_hosts):
-        assert {row.left for row in rows[:5]} == {"it has one rank"}
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_groups_of_several_hosts_and_of_one_rank_are_left(at: Rank) -> None:
+    why = "it has one rank" if at.world == 1 else "its ranks are on 2 hosts"
+    with host_of(at, at.world):
+        model = sharded(at, "plain")
+        rows = fsdp.use(model)
+        trained(at, model, "plain", 1)
+    assert [row.left for row in rows] == [why] * 5
+    assert str(rows[0]) == f"model: 32 elements, {at.world} ranks: left to PyTorch: {why}"

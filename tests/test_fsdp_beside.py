@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -53,18 +53,16 @@ def weights(operator: str = GATHER, count: int = SLICE, piece: int = fsdp.PIECE_
 
 
 def steps_of(kind: Kind, rank: int, number: int, first: int) -> list[Step]:
-    """Return the steps of call ``number`` on a rank of the mesh, numbered from ``first``, with the
-    lanes of the workspace and the signal words of the call."""
+    """Return the steps of call ``number`` on a rank, numbered from ``first``."""
     (group,) = (group for group in kind.groups if rank in group)
 
     def moved(region: Region) -> Region:
         return region._replace(buffer=f"{kind.workspace} {region.buffer}", rank=group[region.rank])
 
     def signals(items: Sequence[Signal]) -> tuple[Signal, ...]:
-        return tuple(
-            Signal(s.kind, group[s.poster], group[s.waiter], 0, number * 1000 + s.word)
-            for s in items
-        )
+        word = number * 1000
+        ends = ((s, group[s.poster], group[s.waiter]) for s in items)
+        return tuple(Signal(s.kind, *pair, 0, word + s.word) for s, *pair in ends)
 
     steps = []
     for step in kind.plans[group.index(rank)].steps:
@@ -89,8 +87,7 @@ def steps_of(kind: Kind, rank: int, number: int, first: int) -> list[Step]:
 
 
 class Times(NamedTuple):
-    """Seconds: the end of a workspace's last step, its longest copy, and the longest gap before a
-    copy of a lane."""
+    """Seconds: the end of the last step, the longest copy, and the longest gap before a copy."""
 
     end: float = 0.0
     copy: float = 0.0
@@ -158,9 +155,7 @@ KINDS = {
 SLOTS = 2
 
 
-def stuck(
-    programs: Sequence[Sequence[tuple[str, int]]], reads_weights: bool = False
-) -> tuple[bool, bool]:
+def stuck(programs: Sequence[Sequence[Any]], reads_weights: bool = False) -> tuple[bool, bool]:
     """Return whether the programs of the ranks deadlock: with one queue for each device, and with
     one for each lane. A program lists calls: a kind and a number in its workspace. With
     ``reads_weights`` a product waits for the previous gather, and a gather for the previous
@@ -201,8 +196,7 @@ def stuck(
 
 
 def programs(seed: int, alike: bool) -> list[list[tuple[str, int]]]:
-    """Return random programs with the same calls: one order for all ranks if ``alike``, or one for
-    each rank. The calls of a workspace stay in order."""
+    """Return random programs of the same calls, in one order if ``alike``, or one for each rank."""
     chance, calls = random.Random(seed), dict[str, list[tuple[str, int]]]()
     for names in (("gather", "sum"), ("product", "scatter")):
         chosen = [chance.choice(names) for _ in range(6)]

@@ -34,8 +34,7 @@ from ficco.runtime.workspace import workspaces
 
 #: Names of the dimensions of the mesh. Ranks 0 and 1, and ranks 2 and 3, differ in the second one.
 MESHES = {"replicas": ("replicate", "shard"), "tensors": ("shard", "tensor")}
-#: Probability that a rank or a stream sleeps, and the longest sleep, in seconds and in cycles of a
-#: GPU's clock.
+#: Probability of a sleep, and the longest sleep, in seconds and in cycles of a GPU's clock.
 SHARE, LATE_S, CYCLES = 0.3, 0.003, 5_000_000
 #: Steps with sleeps.
 STEPS = 6

@@ -1,12 +1,10 @@
 """Gradients of the operators: the gradients of the sum over all ranks of <y_r, g_r>. The contract
-compares them for all schedules. These tests cover autograd: layouts, options, errors, autocast.
-
-``test_gradients_gpu.py`` runs some of these tests on GPUs.
-"""
+compares them for all schedules. These tests cover autograd: layouts, options, errors, autocast."""
 
 from __future__ import annotations
 
 import itertools
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -85,16 +83,8 @@ def uneven(operator: str, world: int) -> Any:
     return (4, 0, 3, 5)[:world]
 
 
-@dataclass
-class Sample:
-    """Operands, results, and gradients of results and operands, of all ranks, in float64."""
-
-    a: list[torch.Tensor]
-    b: list[torch.Tensor]
-    g: list[torch.Tensor]
-    y: list[torch.Tensor]
-    grad_a: list[torch.Tensor]
-    grad_b: list[torch.Tensor]
+#: Operands, gradients of results, results, and gradients of operands, of all ranks, in float64.
+Sample = namedtuple("Sample", "a b g y grad_a grad_b")
 
 
 def make(case: Case, world: int, iteration: int = 0) -> Sample:
@@ -106,10 +96,9 @@ def make(case: Case, world: int, iteration: int = 0) -> Sample:
     return Sample(*plain, *first, [x.grad for x in a], [x.grad for x in b])
 
 
-def operands(case: Case, sample: Sample, at: Rank, rank: int | None = None) -> tuple[Any, Any]:
-    rank = at.rank if rank is None else rank
+def operands(case: Case, sample: Sample, at: Rank) -> tuple[Any, Any]:
     kind = getattr(torch, case.dtype)
-    a, b = (x[rank].to(at.device, kind, copy=True) for x in (sample.a, sample.b))
+    a, b = (x[at.rank].to(at.device, kind, copy=True) for x in (sample.a, sample.b))
     if case.leading and len(a) % 2 == 0:
         a = a.view(2, len(a) // 2, case.k)
     return a.requires_grad_("a" in case.needs), b.requires_grad_("b" in case.needs)
@@ -121,15 +110,9 @@ def product(case: Case, a: torch.Tensor, b: torch.Tensor, group: Any = None) -> 
 
 def exact(at: Rank, case: Case, iteration: int = 0, group: Any = None) -> None:
     members = group.get_group() if isinstance(group, DeviceMesh) else group
-    rank, world = dist.get_rank(members), dist.get_world_size(members)
-    sample = make(case, world, iteration)
-    a, b = operands(case, sample, at, rank)
-    y = product(case, a, b, group)
-    about = f"rank {rank}, {case}"
-    same(y, sample.y[rank], f"{about}: the product")
-    y.backward(sample.g[rank].to(y))
-    same(a.grad, sample.grad_a[rank], f"{about}: the gradient of a")
-    same(b.grad, sample.grad_b[rank], f"{about}: the gradient of b")
+    member = replace(at, rank=dist.get_rank(members), world=dist.get_world_size(members))
+    whole = case.of_subject.on(needs=(True, True))
+    subjects.exact(member, SUBJECTS[case.operator], whole, iteration, group)
 
 
 def same(result: torch.Tensor | None, want: torch.Tensor, about: str) -> None:
@@ -283,9 +266,6 @@ def test_gradient_through_the_gathered_a(at: Rank, save: bool) -> None:
     assert b.grad is None or not b.grad.any()
 
 
-# Layouts of gradients.
-
-
 @on_ranks(2)
 @of_each
 def test_gradients_in_any_layout(at: Rank, case: Case, sample: Sample) -> None:
@@ -325,17 +305,13 @@ def test_gradients_of_views(at: Rank, case: Case, sample: Sample) -> None:
         assert grad_b.stride() == only.stride() == strides
 
 
-# Derivatives that are refused.
-
-
 @on_ranks(2)
 def test_second_derivatives_are_refused(at: Rank) -> None:
     """Second derivatives by one operand or both raise: :func:`torch.autograd.grad` visits only the
     paths to its inputs. First derivatives with ``create_graph=True`` are right."""
     cases = [case_of(operator, at.world, 4, 6, 8) for operator in OPERATORS]
-    calls: list[Any] = [
-        (partial(product, case), *operands(case, make(case, at.world), at)) for case in cases
-    ]
+    samples = [operands(case, make(case, at.world), at) for case in cases]
+    calls: list[Any] = [(partial(product, c), *s) for c, s in zip(cases, samples, strict=True)]
     x, w = torch.ones(4, 6, requires_grad=True), torch.ones(8, 6, requires_grad=True)
     calls += [
         (lambda x, w: torch.cat(functional.gathered_linears(x, (w, 2 * w), (None,) * 2)), x, w),
@@ -397,9 +373,7 @@ def test_a_changed_operand_is_refused(at: Rank) -> None:
 
 @on_ranks(2)
 @of_each
-def test_the_backward_takes_the_options_of_the_forward(
-    at: Rank, case: Case, sample: Sample
-) -> None:
+def test_a_backward_takes_the_options_of_its_forward(at: Rank, case: Case, sample: Sample) -> None:
     """The backward may run in another thread."""
     a, b = operands(case, sample, at)
     with ficco.options(timeout_s=31.5, replay=False) as inside:
@@ -510,9 +484,6 @@ def test_backwards_of_two_groups_at_once(at: Rank) -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, range(2)))
     leave(*groups)
-
-
-# Autocast.
 
 
 @on_ranks(2)

@@ -35,16 +35,7 @@ import subjects
 import test_operators as operators
 import torch
 import torch.distributed as dist
-from cases import (
-    Case,
-    all_exact,
-    call,
-    equal,
-    exact,
-    make,
-    timed,
-    verify,
-)
+from cases import Case, all_exact, call, equal, exact, make, timed, verify
 from hip_ranks import SERIES, asking, calls, clean, compiling, double, on_double, run
 from ranks import Died, Failure, Rank, caught, gave_up, missing
 from test_all_gather_matmul import KNOBS, NAMES, named
@@ -80,9 +71,6 @@ def pointer(stream: Any) -> int:
     return int(stream.as_c_void_p().value)
 
 
-# Results.
-
-
 @on_double(2)
 def test_heads_that_share_memory_are_copied(at: Rank) -> None:
     """Expanded keys, values and gradients overlap in memory, and no library copies such rows."""
@@ -97,8 +85,7 @@ def test_heads_that_share_memory_are_copied(at: Rank) -> None:
 
 @on_double(2, fresh=True, series="7", settings={"JITTER_US": 300}, timeout=300)
 def test_memory_is_freed_while_no_thread_has_a_call_in_flight(at: Rank) -> None:
-    """hip-python 7.2 holds the GIL while hipFree waits for the device. Half-enqueued calls of other
-    threads could not proceed."""
+    """hip-python 7.2 holds the GIL while hipFree waits: half-enqueued calls could not proceed."""
     ficco.set_options(engine="hip", on_timeout="raise", timeout_s=90)  # for all threads
     test_backwards_of_two_groups_at_once.body(at)
 
@@ -170,9 +157,6 @@ def test_tiled_products() -> None:
     pooled(2, _tiled, timeout=120)
 
 
-# Late queues.
-
-
 @on_double(3, timeout=120)
 def test_jittered(at: Rank) -> None:
     """Random calls while every operation of every queue is delayed at random.
@@ -223,8 +207,7 @@ def test_one_queue_is_late(at: Rank) -> None:
 
 @on_double(2)
 def test_a_trial_of_signals_disturbs_no_call_that_has_begun(at: Rank) -> None:
-    """Rank 0 tests its writes to a peer after the peer's first call has begun, and releases its
-    slot late. The peer would believe a trial that marks the slot as free."""
+    """Rank 0 tries writes after rank 1's first call has begun, and releases its slot late."""
     case = equal(2, 8, 8, 8, schedule="shard-overlap:pull")
     with ficco.options(workspace_bytes=1 << 20, timeout_s=8):
         exact(at, case.on(schedule="serial:collective"), 0)  # makes the engine, sends no signals
@@ -253,9 +236,7 @@ def test_a_mesh_of_eight_has_a_copy_queue_for_each_link() -> None:
         problem = Problem("all_gather_matmul", (16,) * 8, 8, 24, "bfloat16")
         for plan in plans(problem, Schedule.parse(name)):
             moves = [(step.lane, move) for step in plan.steps if (move := step.copy)]
-            pairs = {
-                (lane, ({move.src.rank, move.dst.rank} - {plan.rank}).pop()) for lane, move in moves
-            }
+            pairs = {(lane, ({m.src.rank, m.dst.rank} - {plan.rank}).pop()) for lane, m in moves}
             assert len(pairs) == 7 == len({lane for lane, _ in pairs}), "two links share a queue"
 
 
@@ -273,19 +254,12 @@ def test_times_of_steps(at: Rank) -> None:
         end_of_lane[span.lane] = span.stop
 
 
-# Graphs.
-
 #: Modes of a capture.
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 GRAPHED = (
-    "serial",
-    "growing",
-    "shrinking:pull",
-    "shard-overlap:copy=2,compute=2",
-    "hetero-fused-1d:pieces=4",
-    "uniform-unfused-1d:pull,copy=2",
-    "hetero-fused-2d:pieces=4",
-    "uniform-unfused-2d:compute=2",
+    *("serial", "growing", "shrinking:pull", "shard-overlap:copy=2,compute=2"),
+    *("hetero-fused-1d:pieces=4", "uniform-unfused-1d:pull,copy=2"),
+    *("hetero-fused-2d:pieces=4", "uniform-unfused-2d:compute=2"),
 )
 
 
@@ -312,9 +286,8 @@ class Graphed:
         self.inputs = [make(at, case, 0) for case in cases]
         self.stream = engine().work.lane("caller")
         value_of(hip.hipStreamBeginCapture(self.stream, hip.hipStreamCaptureMode(mode)))
-        self.results = [
-            call(case, inputs.a, inputs.b) for case, inputs in zip(cases, self.inputs, strict=True)
-        ]
+        pairs = zip(cases, self.inputs, strict=True)
+        self.results = [call(case, inputs.a, inputs.b) for case, inputs in pairs]
         graph = value_of(hip.hipStreamEndCapture(self.stream))
         self.graph = value_of(hip.hipGraphInstantiateWithFlags(graph, 0))
         value_of(hip.hipGraphDestroy(graph))
@@ -334,8 +307,7 @@ class Graphed:
 
 
 def replayed(at: Rank, schedules: Sequence[str], count: int, first: int = GLOBAL) -> None:
-    """Mix replays of two graphs with eager calls of the same and of other problems. The mode of
-    the captures rotates."""
+    """Mix replays of two graphs with eager calls. The mode of the captures rotates."""
     choice = random.Random(count)
     with clean():
         exact(at, equal(3, 4, 4, 4), 0)
@@ -344,10 +316,8 @@ def replayed(at: Rank, schedules: Sequence[str], count: int, first: int = GLOBAL
             case = equal(3, 12, 16, 8, dtype="bfloat16", schedule=schedule, gathered=True)
             other = Case((5, 0, 7), 9, 3, schedule="hetero-fused-1d:pieces=3")
             bigger = equal(3, 40, 24, 8, schedule=schedule)
-            graphs = [
-                Graphed(at, [case], mode % 3),
-                Graphed(at, [case.on(rows=(3, 7, 2)), other, bigger, case], mode % 3),
-            ]
+            several = [case.on(rows=(3, 7, 2)), other, bigger, case]
+            graphs = [Graphed(at, cases, mode % 3) for cases in ([case], several)]
             for iteration in range(count):
                 chosen = choice.choice((case, other, bigger, *graphs))
                 if isinstance(chosen, Case):
@@ -431,8 +401,7 @@ def test_memory_that_a_peer_may_map_is_not_freed(at: Rank) -> None:
 
 
 class Way(NamedTuple):
-    """A request in FICCO_HIP or options, a HIP call that it leads to, and the texts by which the
-    engine's capabilities describe it."""
+    """A request in FICCO_HIP or options, its HIP call, and texts of the engine's capabilities."""
 
     request: str
     call: str
@@ -555,12 +524,8 @@ CODES = {1: "hipErrorInvalidValue", 2: "hipErrorOutOfMemory", 719: "hipErrorLaun
 
 
 class Error(NamedTuple):
-    """A HIP function that fails at its ``first``-th call after the injection.
-
-    Attributes:
-        schedule: Schedule of the ficco calls, if only some schedules call the function.
-        ways: Request in FICCO_HIP during the ficco calls.
-    """
+    """A HIP function that fails at its ``first``-th call after the injection. ``schedule`` and
+    ``ways`` are those of the ficco calls."""
 
     call: str
     first: int
@@ -642,8 +607,7 @@ class Injected(NamedTuple):
 
 
 def injected(at: Rank, failing: list[tuple[Error, int]], warm: bool = False) -> list[Injected]:
-    """Inject each error with its code on rank 1, into its first or a ``warm`` call, and return the
-    outcomes on this rank."""
+    """Inject each error on rank 1, into its first or a ``warm`` call; return a rank's outcomes."""
     outcomes = []
     for number, (error, code) in enumerate(failing):
         name, group = error.call.encode(), dist.new_group([0, 1])
@@ -737,9 +701,8 @@ def _closing(at: Rank) -> list[Any]:
 
 def test_errors_of_closing() -> None:
     (of_peer, leaks_of_peer), (of_failed, leaks_of_failed) = run(2, compiling, _closing)
-    for (name, _), (peer, violations_of_peer), (failed, violations) in zip(
-        CLOSING, of_peer, of_failed, strict=True
-    ):
+    rows = zip(CLOSING, of_peer, of_failed, strict=True)
+    for (name, _), (peer, violations_of_peer), (failed, violations) in rows:
         assert peer is None and not violations_of_peer and not violations
         assert (failed.type, failed.fields["call"]) == ("BackendError", name)
     assert (leaks_of_peer, leaks_of_failed) == (0, LEFT_BY_CLOSING)
@@ -758,8 +721,7 @@ def _all_calls(at: Rank) -> list[str]:
 
 
 def test_every_call_is_made_to_fail() -> None:
-    """Each HIP function is in a list above, or is listed here with the reason why no test makes it
-    fail."""
+    """Each HIP function is in a list above, or here with the reason why no test makes it fail."""
     not_failed = {"hipEventElapsedTime"}  # only times the steps of timed calls
     not_failed |= {"hipEventDestroy"}  # its errors are ignored
     # A failure leaves the double's stream in the capture and leaks its graph, with no other effect.
@@ -863,8 +825,6 @@ def test_lost_memory_of_a_peer() -> None:
         assert not violations and seconds < 5, log
 
 
-# Unsupported machines and unavailable ways of signals.
-
 MISSING = "NotImplementedError"
 #: Settings that take features from the double; by requested signals, the error and its words.
 REFUSED: tuple[tuple[dict[str, int], dict[str, tuple[str, ...]]], ...] = (
@@ -897,14 +857,10 @@ def first_calls(at: Rank, requests: Sequence[str]) -> list[tuple[Any, int]]:
     return outcomes
 
 
-@pytest.mark.parametrize(
-    ("settings", "refused"), REFUSED, ids=["-".join(settings) for settings, _ in REFUSED]
-)
-def test_unsupported_machines(
-    settings: dict[str, int], refused: dict[str, tuple[str, ...]]
-) -> None:
+@pytest.mark.parametrize(("lacks", "refused"), REFUSED, ids=["-".join(row[0]) for row in REFUSED])
+def test_unsupported_machines(lacks: dict[str, int], refused: dict[str, tuple[str, ...]]) -> None:
     env = {"PATH": "/nowhere", "ROCM_PATH": "/nowhere"}  # no compiler for kernels
-    for errors in run(2, first_calls, [*refused], settings=settings, env=env):
+    for errors in run(2, first_calls, [*refused], settings=lacks, env=env):
         for (error, leaks), (signals, (kind, *words)) in zip(errors, refused.items(), strict=True):
             assert error.type == kind and not leaks, error
             assert all(word in error.text for word in words), error.text
@@ -913,9 +869,6 @@ def test_unsupported_machines(
                 assert "leave signals out of the variable" in error.text
                 # Only kernels need a compiler.
                 assert ("compiler" in error.text) == (signals == "kernel")
-
-
-# The double.
 
 
 class Violations(dict[str, str]):
@@ -1137,9 +1090,6 @@ def test_codes_are_those_of_the_binding(series: str, library: Callable[[], Path]
     ((known, bound),) = run(1, _codes, series=series, env=env)
     assert len(known) > 10
     assert {name: bound[name] for name in known} == known
-
-
-# Without ROCm.
 
 
 def _without(at: Rank, wheel: str, libraries: Sequence[str]) -> str:

@@ -81,12 +81,10 @@ def _by(at: Rank, ways: dict[str, str], products: Sequence[tuple[str, Case]]) ->
 
 
 def test_ways() -> None:
+    names = {"matmul_reduce_scatter": "growing:pieces=2", "all_to_all_matmul": "uniform-fused-2d"}
     products = [
         (operator, Case(operators.rows_for(operator, 2, "ragged"), (24, 8), schedule=name))
-        for operator, name in (
-            ("matmul_reduce_scatter", "growing:pieces=2"),
-            ("all_to_all_matmul", "uniform-fused-2d"),
-        )
+        for operator, name in names.items()
     ]
     run(2, _by, WAYS, products)
 
@@ -125,8 +123,7 @@ def test_forwards_all_that_the_engine_calls() -> None:
 
 
 def test_driver_functions_are_those_of_the_header() -> None:
-    """The library looks up driver functions under the versioned names of the header. The fake
-    driver, compiled with the same header, defines all of them."""
+    """The fake driver, compiled with the header, defines all versioned names of the library."""
     text = hip_ranks.forward().read_bytes()
     names = {name.decode() for name in re.findall(rb"\0(cu[A-Z]\w+)(?=\0)", b"\0" + text)}
     assert len(names) > 40

@@ -1,7 +1,4 @@
-"""The HIP engine's use of the placement kernel, of HIP's version and of library names.
-
-The tests run on the double of the HIP library, like ``test_hip.py``.
-"""
+"""The HIP engine's placement kernel, HIP's version and names of libraries, on the double."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ import ficco
 from ficco.compute import products
 from ficco.tools.tune import communication
 
-#: Schedules whose senders pack columns if the runtime lacks 2D copies. The last one packs rows with
-#: a stride.
+#: Schedules whose senders pack columns without 2D copies; the last one packs rows with a stride.
 PACKED = ("hetero-fused-2d", "uniform-fused-2d:copy=2", "uniform-unfused-2d:pieces=3", "growing")
 #: The same for operators that send products.
 PACKED_PRODUCTS = {
@@ -46,8 +42,6 @@ LOAD, HOST = "hipModuleLoadData", "hipLaunchHostFunc"
 #: A code of the library.
 LAUNCH_FAILURE = 719
 NO_RECTANGLES = {"2D": 0}
-
-# Packing columns.
 
 
 def counted(at: Rank, names: Sequence[str], work: Callable[[], Any]) -> list[int]:
@@ -96,10 +90,8 @@ def _packs_nothing(at: Rank) -> None:
 
 def _columns(at: Rank) -> list[list[int]]:
     """Launches and host functions of packed columns; launches and copies of unpacked columns."""
-    counts = [
-        counted(at, (LAUNCH, HOST), lambda: _packs(at)),
-        counted(at, (LAUNCH, COPY), lambda: _packs_nothing(at)),
-    ]
+    counts = [counted(at, (LAUNCH, HOST), lambda: _packs(at))]
+    counts.append(counted(at, (LAUNCH, COPY), lambda: _packs_nothing(at)))
     # PyTorch would report the error of a failed trial as its own.
     assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
     return counts
@@ -109,10 +101,8 @@ def test_columns_without_2d_copies_go_by_the_placement_kernel() -> None:
     """Packing takes one launch, or one PyTorch operation without a compiler. Columns that are not
     packed take one launch, or one copy per row without a compiler."""
     options: Any = {"series": "10", "settings": NO_RECTANGLES}
-    by_kernel, by_torch = (
-        run(3, compiling, _columns, **options),
-        run(3, without_compiler, _columns, **options),
-    )
+    by_kernel = run(3, compiling, _columns, **options)
+    by_torch = run(3, without_compiler, _columns, **options)
     for (packed, unpacked), (packed_by_torch, by_rows) in zip(by_kernel, by_torch, strict=True):
         assert packed_by_torch[0] == by_rows[0] == 0
         assert packed[0] == packed_by_torch[1] - packed[1] > 20
@@ -134,8 +124,7 @@ def test_nothing_is_packed_where_the_runtime_copies_rectangles(at: Rank) -> None
 
 
 def _failing(at: Rank, names: Sequence[str]) -> list[tuple[Any, int, int]]:
-    """The outcome, launches and unloaded modules for each HIP call that fails on rank 1 during
-    packing. Schedules that need kernels work afterwards."""
+    """The outcome, launches and unloaded modules for each HIP call that fails on rank 1."""
     outcomes = []
     case = equal(2, 24, 40, 16, schedule="hetero-fused-2d")
     for name in names:
@@ -159,8 +148,7 @@ def _failing(at: Rank, names: Sequence[str]) -> list[tuple[Any, int, int]]:
 
 
 def test_kernels_that_fail() -> None:
-    """If loading fails, PyTorch packs, and the loaded modules are unloaded at the end. The error of
-    a failed launch names the call."""
+    """If loading fails, PyTorch packs. The error of a failed launch names the call."""
     names = LOAD, "hipModuleGetFunction", LAUNCH
     others, outcomes = run(2, compiling, _failing, names, settings=NO_RECTANGLES)
     assert outcomes[:2] == [(None, 0, 1), (None, 0, 2)]
@@ -178,8 +166,6 @@ def test_pytorch_does_not_meet_the_error(at: Rank) -> None:
     assert compiling(at, lambda at: engine()._kernels_or_none) is None
     assert ctypes.CDLL("libamdhip64.so").hipGetLastError() == 0
 
-
-# Sums.
 
 #: Dtypes of operands that the kernel sums.
 SUMMED = ("bfloat16", "float32", "float16")
@@ -227,8 +213,6 @@ def test_sharing_is_tried_on_a_stream_with_the_priority_of_copies(at: Rank) -> N
     make_stream.assert_called_once_with(URGENT)
 
 
-# Versions.
-
 OLD = ("needs HIP 7.2 or later", "; install ROCm 7.2 or later")
 #: Version of the library, version of the binding if it differs, and the error or the result.
 VERSIONS = (
@@ -269,9 +253,6 @@ def test_versions(series: str) -> None:
     run(1, _starts, series=series, settings={"VERSION": VERSIONS[0][0], "DEVICES": 3})
 
 
-# Names and numbers that the engine reports.
-
-
 @on_double(1)
 def test_the_engine_names_the_gemm_library_and_no_number_of_copy_engines(at: Rank) -> None:
     """The engine ignores the attribute AsyncEngineCount, which is a constant on AMD."""
@@ -281,8 +262,8 @@ def test_the_engine_names_the_gemm_library_and_no_number_of_copy_engines(at: Ran
 
 
 @pytest.mark.parametrize(("reported", "known", "used"), [(3, 5, 3), (None, 5, 5), (None, None, 7)])
-def test_the_tuner_asks_the_engine(
-    monkeypatch: pytest.MonkeyPatch, reported: int | None, known: int | None, used: int
+def test_tuning_asks_the_engine(
+    monkeypatch: pytest.MonkeyPatch, reported: Any, known: Any, used: int
 ) -> None:
     engine = SimpleNamespace(copy_engines=lambda: reported)
     monkeypatch.setattr(communication, "workspace_of", lambda *_: SimpleNamespace(engine=engine))

@@ -129,12 +129,8 @@ def refuse(*_: Any) -> Any:
     raise PermissionError(errno.EACCES, "Permission denied")
 
 
-CODES = {
-    "nothing": "ENOENT",
-    "a file": "ESTALE",
-    "a socket": "ENXIO",
-    "a file of another user": "EACCES",
-}
+OTHERS = "a file of another user"
+CODES = {"nothing": "ENOENT", "a file": "ESTALE", "a socket": "ENXIO", OTHERS: "EACCES"}
 
 
 @pytest.mark.parametrize("explains", [True, False])
@@ -159,7 +155,7 @@ def test_the_reason_of_a_peer_giving_up_is_raised(at: Rank, explains: bool, reus
 
     def share() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            if reused == "a file of another user" and not gives_up:
+            if reused == OTHERS and not gives_up:
                 patch.setattr(os, "open", refuse)
             Broken(dist.group.WORLD, 8, 20.0, "test", interrupt=interrupt)
 
@@ -183,9 +179,7 @@ def test_the_reason_of_a_peer_giving_up_is_raised(at: Rank, explains: bool, reus
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_dead_peer_is_named_without_permission_to_inspect_it(
-    monkeypatch: pytest.MonkeyPatch, ended: bool
-) -> None:
+def test_a_dead_peer_that_is_hidden_is_named(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
     """The descriptors of an ended process belong to root, even before its parent waits for it."""
     command = [sys.executable, "-c", "" if ended else "input()"]
     peer = subprocess.Popen(command, stdin=subprocess.PIPE)

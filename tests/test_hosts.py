@@ -47,13 +47,9 @@ from ficco.simulate import predict
 TOPOLOGIES = ((2, 2), (3, 2), (2, 1), (2, 3), (3, 1))
 PIECES = "hetero-fused-1d:pieces=2"
 SCHEDULES = (
-    *NAMED,
-    "hetero-fused-1d:pieces=3,tail=2",
-    "hetero-unfused-1d:pieces=2,order=peer,copy=3,compute=2",
-    "hetero-fused-2d:pieces=3",
-    "uniform-unfused-2d:tail=2",
-    "uniform-fused-1d:pieces=2,tail=3",
-    "shard-overlap:kernel",
+    *(*NAMED, "hetero-fused-1d:pieces=3,tail=2"),
+    *("hetero-unfused-1d:pieces=2,order=peer,copy=3,compute=2", "hetero-fused-2d:pieces=3"),
+    *("uniform-unfused-2d:tail=2", "uniform-fused-1d:pieces=2,tail=3", "shard-overlap:kernel"),
 )
 #: Seconds that a call waits for a peer, and seconds that a busy machine may add.
 PATIENCE_S, SLACK_S = 3.0, 6.0
@@ -105,9 +101,6 @@ def all_operators(at: Rank, group: Any = None) -> None:
         exact(at, operator, turn, ("growing", PIECES)[turn % 2], group)
 
 
-# Plans.
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_plans_over_hosts_are_proven(operator: str) -> None:
     for turn, topology in enumerate(TOPOLOGIES):
@@ -144,9 +137,6 @@ def crossing(steps: Sequence[Step]) -> list[Transfer]:
     """The transfers of all network steps."""
     works = (step.work for step in steps)
     return [move for work in works if isinstance(work, Crossing) for move in work.moves]
-
-
-# Calls.
 
 
 @on_ranks(4)
@@ -188,8 +178,6 @@ def test_a_send_that_fails_at_once_is_a_failure_of_its_peer() -> None:
     assert wait.over.is_set() and wait.peer == 3
     assert "closed by peer" in str(wait.error)
 
-
-# Discovery of hosts.
 
 NOT_SHARED = "are on one host in containers that do not see.*name a host for each with FICCO_HOST"
 GROUP, REFUSED = "pass a group made by dist.new_group", "NotImplementedError"
@@ -293,12 +281,8 @@ def test_warm_calls_that_disagree_between_hosts_are_noticed(at: Rank) -> None:
     assert failure is not None and failure.type == "RankMismatch", failure
 
 
-# Faults.
-
-
 def losing(at: Rank, victims: Sequence[int], how: Any, calls: Callable[[], Any]) -> Any:
-    """Send a signal to ``victims`` or run ``how`` on them, then make calls. Returns the outcome and
-    seconds of the calls, and the outcome of closing the group."""
+    """Lose ``victims``, then make calls; return their outcome and seconds, and that of closing."""
     at.barrier()
     if at.rank in victims:
         how() if callable(how) else os.kill(os.getpid(), how)
@@ -331,8 +315,7 @@ def bereaved(
 
 
 def assert_all_learn(outcomes: Sequence[Any], victims: Sequence[int]) -> None:
-    """All survivors get an error in time. Some errors name a lost rank, the others a survivor that
-    depends on a lost rank."""
+    """All survivors get an error in time, which names a lost rank or a survivor that needs one."""
     survivors, blamed = set(range(len(outcomes))) - set(victims), set()
     for rank in survivors:
         outcome, seconds, closed = outcomes[rank]
@@ -366,15 +349,11 @@ def _by_other_clocks(at: Rank, victims: Sequence[int], how: int) -> Any:
         return bereaved(at, victims, how, 2)
 
 
-@pytest.mark.parametrize(
-    ("victims", "how"), [((1,), signal.SIGKILL), ((2, 3), signal.SIGSTOP)], ids=["rank", "host"]
-)
+@pytest.mark.parametrize(("victims", "how"), [((1,), signal.SIGKILL), ((2, 3), signal.SIGSTOP)])
 def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], how: int) -> None:
     options: Any = {"fresh": True, "catch": True, "lost": victims}
     assert_all_learn(run(4, _by_other_clocks, victims, how, **options), victims)
 
-
-# The model.
 
 CARD = Network(50e9, 20e-6, Provenance("assumed"))
 

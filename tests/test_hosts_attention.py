@@ -28,9 +28,6 @@ from ficco.schedules.attention import attention_plans
 PROJECTED = [name for name in SUBJECTS["ulysses_project"].schedules(4, hosts=2) if name != "auto"]
 
 
-# Plans.
-
-
 @pytest.mark.parametrize("operator", [name for name, facts in OPERATORS.items() if facts.blocks])
 def test_plans_of_projections_are_proven(operator: str) -> None:
     channels = [8, 8], [1, 2, 3, 4], [6] * 6, [8, 4, 12] * 2
@@ -55,9 +52,6 @@ def test_schedules_that_cannot_cross_hosts_are_refused() -> None:
         attention_plans(forward, Schedule.parse("growing"), staging_bytes=2_000)
     with pytest.raises(InvalidArgument, match="a divisor of 4 ranks, got 3"):
         replace(forward, hosts=3)
-
-
-# Faults.
 
 
 def attends(at: Rank, group: Any) -> None:
@@ -96,9 +90,6 @@ def test_a_lost_wire_is_named() -> None:
     outcomes = run(4, _loses, fresh=True, catch=True)
     assert_all_learn(outcomes, [3])
     assert gave_up(outcomes[3][0])
-
-
-# The model.
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,10 @@ def layer_of(
     return ExpertLayer(operator, hosts * local, *sizes, "float32", function, hosts=hosts, **more)
 
 
-# Plans.
-
-
 @settings(max_examples=40)
 @given(data=st.data())
 def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
-    """Each row for another host is sent once to each rank that multiplies it, and returns once.
-    Copies stay within a host."""
+    """Each row for another host is sent once to each rank that multiplies it, and returns once."""
     operator = data.draw(st.sampled_from(list(EXPERT_OPERATORS)))
     hosts, local = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     sizes = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
@@ -61,9 +57,6 @@ def test_plans_of_any_sizes_are_proven(data: st.DataObject) -> None:
         assert sent == received == rows * (layer.dispatches + layer.combines), layer
 
 
-# The model.
-
-
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_timelines_have_the_bytes_of_whole_batches(hosts: int) -> None:
     layer = layer_of("experts", hosts, 4 // hosts)
@@ -71,9 +64,6 @@ def test_timelines_have_the_bytes_of_whole_batches(hosts: int) -> None:
         sent = [work(plan, step)[1] for step in plan.steps if step.op in ("copy", "network")]
         expected = layer.experts * layer.capacity * (layer.k + layer.n) * 4
         assert sum(sent) == (layer.world - 1) * expected
-
-
-# Calls.
 
 
 def over(at: Rank, hosts: int, called: Callable[..., Any], *args: Any) -> None:

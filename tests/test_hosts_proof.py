@@ -58,9 +58,8 @@ def receives_first(rank: int) -> Edit:
         for index in network(steps):
             step = steps[index]
             moves = crossing([step])
-            received, sent = (
-                Crossing(tuple(move for move in moves if move[end].rank == rank)) for end in (1, 0)
-            )
+            ends = ([move for move in moves if move[end].rank == rank] for end in (1, 0))
+            received, sent = (Crossing(tuple(part)) for part in ends)
             steps[index] = step._replace(work=received)
             steps.append(step._replace(work=sent))
 

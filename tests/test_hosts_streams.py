@@ -27,7 +27,7 @@ import torch
 from cases import all_exact, call, equal, exact, make, verify
 from ranks import Rank, caught, gave_up, on_ranks
 from test_hosts import PIECES, assert_all_learn, bereaved, host_of, problem_of
-from test_third_vendor import _on_threads
+from test_third_vendor import device  # noqa: F401  on this module's ranks, too
 
 import ficco
 from ficco.dma.engine import Engine, Missing
@@ -36,12 +36,6 @@ from ficco.dma.messages import GlooLinks
 from ficco.errors import BackendError, SignalTimeout
 from ficco.runtime.workspace import workspaces
 from ficco.schedules import NAMED, plans
-
-
-@pytest.fixture(scope="module", autouse=True)
-def device() -> Iterator[str]:
-    with ranks.around(_on_threads, {}):
-        yield "cpu"
 
 
 def engine() -> Any:
@@ -60,9 +54,6 @@ def jitter(seed: int) -> Iterator[None]:
 
     with mock.patch.object(thread_driver.Stream, "put", late):
         yield
-
-
-# Calls.
 
 
 @pytest.mark.parametrize("queued", [0, 4])
@@ -90,8 +81,7 @@ def test_calls_in_flight(at: Rank, queued: int) -> None:
 
 @on_ranks(2)
 def test_memory_is_allocated_when_nothing_needs_the_relay(at: Rank) -> None:
-    """Memory is requested while a call is in flight. PyTorch's rendezvous waits for the device with
-    the GIL held, so no Python thread runs meanwhile."""
+    """PyTorch's rendezvous holds the GIL while it waits for the device, so no thread runs."""
     with host_of(at, 2), jitter(at.rank):
         case, quiet = equal(2, 8, 16, 8, schedule="growing"), []
         exact(at, case, 0)
@@ -160,9 +150,6 @@ def test_files_and_threads_of_a_group_are_released(at: Rank) -> None:
     assert at.rank == 0 or counts[-1] == counts[0], counts
 
 
-# Faults.
-
-
 def reduces(at: Rank, group: Any) -> None:
     ficco.matmul_all_reduce(torch.ones(96, 8), torch.ones(8, 8), schedule=PIECES)
 
@@ -182,10 +169,7 @@ def _ends_in_an_exchange(turn: int) -> None:
 
 @pytest.mark.parametrize(
     ("victims", "how"),
-    [
-        *(((1,), signal.SIGKILL), ((2, 3), signal.SIGSTOP)),
-        ((3,), partial(_ends_in_an_exchange, 6)),
-    ],
+    [*(((1,), signal.SIGKILL), ((2, 3), signal.SIGSTOP)), ((3,), partial(_ends_in_an_exchange, 6))],
     ids=["killed", "stopped", "in an exchange"],
 )
 def test_every_survivor_learns_of_a_lost_rank_or_host(victims: tuple[int, ...], how: Any) -> None:

@@ -107,7 +107,7 @@ def same(result: torch.Tensor | None, want: torch.Tensor, about: str) -> None:
 
 
 def same_gradients(
-    model: nn.Module, whole: nn.Module, about: str, rank: int, world: int, times: float = 1
+    model: Any, whole: Any, about: str, rank: int, world: int, times: Any = 1
 ) -> None:
     """Fail unless parameters have the gradients of the unsharded model, or this rank's parts."""
     for (name, param), full in zip(model.named_parameters(), whole.parameters(), strict=True):
@@ -123,17 +123,9 @@ def same_gradients(
 
 
 def as_unsharded(
-    at: Rank,
-    model: nn.Module,
-    whole: nn.Module,
-    x: torch.Tensor,
-    grad: torch.Tensor,
-    cut: Callable[[torch.Tensor], torch.Tensor],
-    about: str,
-    called: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    at: Rank, model: Any, whole: Any, x: Any, grad: Any, cut: Any, about: str, called: Any = None
 ) -> None:
-    """Fail unless a model, called with this rank's cut of an input, returns the cut of the
-    unsharded result and computes the same gradients."""
+    """Fail unless a model returns the cut of the unsharded result and computes its gradients."""
     model.zero_grad()
     whole.zero_grad()
     full_x, own_x = x.clone().requires_grad_(), cut(x).clone().requires_grad_()
@@ -161,7 +153,12 @@ def refuses(*cases: tuple[str, Callable[[], Any]], kind: str = "ValueError") -> 
 # Layers.
 
 
-def _column_and_row(at: Rank) -> None:
+WORLDS = [(4, "cpu"), pytest.param(2, "cuda", marks=pytest.mark.multigpu)]
+
+
+@pytest.mark.parametrize(("world", "device"), WORLDS)
+@on_ranks()
+def test_column_and_row_are_exact(at: Rank) -> None:
     mesh, group = mesh_of(at), dist.new_group(list(range(at.world)))
     uneven = {2: [3, 5], 4: [3, 0, 4, 1]}[at.world]
     shapes = ((), 0), ((3,), 0), ((3,), 1), ((2, 3), 2), ((1,), -2)
@@ -180,22 +177,13 @@ def _column_and_row(at: Rank) -> None:
         assert all(isinstance(p, DTensor) == (place is mesh) for p in model.parameters())
 
 
-WORLDS = [(4, "cpu"), pytest.param(2, "cuda", marks=pytest.mark.multigpu)]
-
-
-@pytest.mark.parametrize(("world", "device"), WORLDS)
-def test_column_and_row_are_exact(world: int, device: str) -> None:
-    run(world, _column_and_row, device=device)
-
-
 def _kinds(at: Rank) -> None:
     """Dtypes, autocast, and the text and copies of frozen layers."""
     x, hidden = (integers(SEQUENCE, size, seed=3, most=1) for size in (HIDDEN, WIDE))
     for dtype in (torch.bfloat16, torch.float16, torch.float64):  # exact: at most 12 terms of 2
         whole, inputs = pair().to(dtype), (x.to(dtype), hidden.to(dtype))
-        for layer, full, operand, dims in zip(
-            over_ranks(whole), whole, inputs, ((0, 1), (1, 0)), strict=True
-        ):
+        pairs = zip(over_ranks(whole), whole, inputs, ((0, 1), (1, 0)), strict=True)
+        for layer, full, operand, dims in pairs:
             result = layer(part(operand, at, dims[0]))
             same(result, part(full(operand), at, dims[1]), f"{dtype}: {layer}")
     frozen = linear(HIDDEN, WIDE, 1).requires_grad_(False).eval()
@@ -295,8 +283,7 @@ def _more_than_weights(at: Rank) -> None:
 
 
 def _unequal(at: Rank) -> None:
-    """The unsharded state_dict if one element of a parameter differs on one rank, or if
-    elements are swapped."""
+    """One element of a parameter differs on one rank, or elements are swapped."""
     names = ["0.weight", "2.bias", "4.o_proj.weight", "5.weight"]
     kinds = (None, torch.float32), (mesh_of(at), torch.bfloat16), (None, torch.float64)
     for group, dtype in kinds:
@@ -414,9 +401,7 @@ def _wrong_use(at: Rank) -> None:
 def _one_gather(at: Rank) -> None:
     wholes = nn.ModuleList(linear(HIDDEN, 4 * n, n, bias=n != 2) for n in (1, 2, 3))
     wholes[1].requires_grad_(False)
-    layers = nn.ModuleList(
-        ColumnParallelLinear.from_linear(whole, sequence_dim=1) for whole in wholes
-    )
+    layers = nn.ModuleList(ColumnParallelLinear.from_linear(one, sequence_dim=1) for one in wholes)
     rows = [3, 0, 4, 1]
     x = integers(3, SEQUENCE, HIDDEN, seed=3).requires_grad_()
     grads = [integers(3, SEQUENCE, 4 * n, seed=n) for n in (1, 2, 3)]
@@ -458,9 +443,6 @@ def _one_gather(at: Rank) -> None:
     assert [tensor.shape[-1] for tensor in others] == [HIDDEN], [t.shape for t in saved]
 
 
-# Replicated parameters.
-
-
 class Scaled(nn.Module):
     """A product with a vector. Its gradients are exact; the gradients of a norm are not."""
 
@@ -480,8 +462,7 @@ def block(group: Any = None) -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def _summed(at: Rank, names: tuple[str, ...]) -> None:
-    """Gradients of a block whose replicated parameters are declared by one call. The hooks survive
-    a copy of the module, compilation, and FSDP."""
+    """One call declares replicated parameters. Hooks survive copies, compilation and FSDP."""
     x, grad = (integers(SEQUENCE, HIDDEN, seed=seed, most=1) for seed in (5, 6))
     mesh = mesh_of(at) if at.world == 2 else grid()
     pairs = [dist.new_group([first, first + 1]) for first in range(0, at.world, 2)]
@@ -565,8 +546,7 @@ def _meta(at: Rank) -> None:
 
 
 def _skipped(at: Rank) -> None:
-    """If rank 1 has an infinite gradient, the gradient scaler of docs/modules.md skips the step on
-    all ranks."""
+    """If rank 1 has an infinite gradient, the scaler of docs/modules.md skips all steps."""
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     for group, wrong in itertools.product((None, mesh_of(at)), ("", "0", "1", "3")):
@@ -655,9 +635,6 @@ def _parts_or_wholes(at: Rank) -> None:
     )
 
 
-# Styles.
-
-
 def styled(whole: nn.Module, mesh: Any, before: Any, after: Any, **more: Any) -> nn.Module:
     plan = {"0": ColwiseParallel(**before, **more), "1": RowwiseParallel(**after, **more)}
     return parallelize_module(copy.deepcopy(whole), mesh, plan)
@@ -729,8 +706,7 @@ def double_weight(layer: nn.Module, args: Any) -> None:
 
 
 class Mlp(nn.Module):
-    """Two layers that share an input, and a third layer after them. ``variant``: a change of the
-    layers, or of the input between their calls."""
+    """Two layers that share an input, and a third. ``variant``: a change of layers or input."""
 
     def __init__(self, variant: str = "") -> None:
         super().__init__()
@@ -874,10 +850,8 @@ def _subclasses(at: Rank) -> None:
         ("only support nn.Linear", lambda: rows(nn.LayerNorm(8))),
         kind="NotImplementedError",
     )
-    refuses(
-        ("multiple of", lambda: columns(nn.Linear(8, 7))),
-        ("multiple of", lambda: rows(nn.Linear(7, 8))),
-    )
+    for call in (lambda: columns(nn.Linear(8, 7)), lambda: rows(nn.Linear(7, 8))):
+        refuses(("multiple of", call))
 
 
 def _recomputed_within(at: Rank) -> None:
@@ -1036,8 +1010,7 @@ def test_block_stack_trains_as_unsharded(world: int, device: str) -> None:
     results = run(world, _train, dtype, device=device)
     sharded, unsharded = results[0]
     assert len({*sharded}) == 5, "each step changes the loss"
-    # float64 sums in another order, and a loss in float32. Roundings of 1e-7 grow in each of five
-    # steps.
+    # Sums in another order, and a loss in float32, whose roundings of 1e-7 grow in five steps.
     assert sharded == pytest.approx(unsharded, rel=close)
     assert all(result[0] == sharded for result in results), "ranks have different losses"
 

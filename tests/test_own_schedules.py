@@ -53,9 +53,6 @@ def nothing_registered() -> Iterator[None]:
     forget()
 
 
-# On the ranks of the CPU engine.
-
-
 @ranks(2, 4)
 @on_ranks()
 def test_the_schedule_of_the_page_is_exact_and_a_wrong_one_is_refused(at: Rank) -> None:
@@ -94,9 +91,6 @@ def test_the_schedule_of_the_page_is_exact_and_a_wrong_one_is_refused(at: Rank) 
     assert one_sided.type == ("RankMismatch" if at.rank else "ValueError"), one_sided
     forget()
     leave(group)
-
-
-# Without ranks.
 
 
 def test_a_registered_name_works_wherever_names_do() -> None:

@@ -20,12 +20,8 @@ from ficco.compute.attention import Heads, Result
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import Rectangle, packed
 
-MASKS: tuple[dict[str, Any], ...] = (
-    {},
-    {"causal": True},
-    {"causal": True, "window": 2},
-    {"causal": True, "window": 0},
-)
+CAUSAL = {"causal": True}
+MASKS: tuple[dict[str, Any], ...] = ({}, CAUSAL, {**CAUSAL, "window": 2}, {**CAUSAL, "window": 0})
 
 
 def documents(length: int, seed: int, most: int) -> tuple[int, ...]:
@@ -68,8 +64,7 @@ def test_calls_have_all_rectangles_once(
 
 
 def test_many_documents_are_few_calls() -> None:
-    """One call for documents that end on a rank, and at most two more for documents that continue
-    on another rank."""
+    """At most two more calls for documents that continue on another rank."""
     bounds, sizes = tuple(range(0, 4 * 96 + 1, 3)), (4, 96, 1, 2, 1, 8, "float32")
     for mask, (placement, most) in product(MASKS[:2], (("ranks", 2), ("head-tail", 4))):
         problem = AttentionProblem(*sizes, **mask, cu_seqlens=bounds, placement=placement)
@@ -79,16 +74,11 @@ def test_many_documents_are_few_calls() -> None:
             assert len(rectangles) >= 32 and len(packed(rectangles)) <= most
 
 
-# Calls by a double of the library.
-
-
 def _heads(rows: torch.Tensor) -> torch.Tensor:
     return rows.transpose(0, 1)[None]
 
 
-def _sequences(
-    operands: Any, bounds: Any, longest: Any, causal: bool, window: dict[str, int | None]
-) -> Iterator[tuple[slice, slice, Heads, Rectangle]]:
+def sequences_of(operands: Any, bounds: Any, longest: Any, causal: bool, window: Any) -> Any:
     """Query rows, key rows, heads and mask of each sequence with queries and keys."""
     q, k, v = operands
     assert all(one.dtype == torch.int32 for one in bounds)
@@ -111,10 +101,8 @@ class Varlen:
     def __init__(self) -> None:
         self.calls = 0
 
-    def forward(
-        self, q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, *rest: Any, scale: float, **window: Any
-    ) -> tuple[torch.Tensor, ...]:
-        *longest, dropout, causal, _ = rest
+    def forward(self, *operands: Any, scale: float, **window: Any) -> tuple[torch.Tensor, ...]:
+        q, k, v, cu_q, cu_k, *longest, dropout, causal, _ = operands
         # If no sequence has two queries, flash attention expects a row of q for each sequence.
         assert longest[0] > 1
         assert dropout == 0 and cu_q[-1] == q.shape[0] and cu_k[-1] == k.shape[0]
@@ -122,7 +110,7 @@ class Varlen:
         mean = torch.full_like(q, torch.nan)
         wide = torch.promote_types(q.dtype, torch.float32)
         lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=wide)
-        sequences = _sequences((q, k, v), (cu_q, cu_k), longest, causal, window)
+        sequences = sequences_of((q, k, v), (cu_q, cu_k), longest, causal, window)
         for rows, _, heads, band in sequences:
             result = libraries.attention(heads, band, scale)
             mean[rows], lse[:, rows] = result[0][0].transpose(0, 1), result[1][0]
@@ -132,7 +120,7 @@ class Varlen:
         q, k, v, out, lse, cu_q, cu_k, *longest, _, causal = saved[:11]
         self.calls += 1
         grads = [torch.full_like(one, torch.nan) for one in (q, k, v)]
-        sequences = _sequences((q, k, v), (cu_q, cu_k), longest, causal, window)
+        sequences = sequences_of((q, k, v), (cu_q, cu_k), longest, causal, window)
         for rows, keys, heads, band in sequences:
             forward = Result(_heads(out[rows]), lse[None, :, rows], _heads(grad[rows]))
             result = libraries.backward(heads, forward, band, scale)
@@ -155,8 +143,7 @@ def several_served() -> Iterator[Varlen]:
 
 
 def trained(at: Rank, sizes: tuple[int, ...], facts: dict[str, Any], dtype: str, turn: int) -> None:
-    """A call of each kind of attention and its gradients; ``sizes``: rows of a rank, batch, heads
-    of queries and of keys, and elements of a head."""
+    """A call of each kind of attention and its gradients; ``sizes`` as in :mod:`subjects`."""
     case = Case((sizes[0],) * at.world, sizes, dtype, facts=facts, needs=(True,) * 3)
     gathered, by_heads = (SUBJECTS[f"{one}_attention"] for one in ("all_gather", "ulysses"))
     for placement, schedule in (("ranks", "growing:tail=2"), ("head-tail", "hetero-fused-1d")):

@@ -18,13 +18,7 @@ from hypothesis import strategies as st
 from ranks import Rank, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ficco import passes
@@ -137,26 +131,16 @@ def _turned(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
     return reduce((x @ w).transpose(0, 1).contiguous(), g).view(-1, 5) * 2
 
 
-def _gathered(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return gather(x, 0, g) @ w
+def _gathered(x: torch.Tensor, w: torch.Tensor, g: Any, dim: int = 0) -> torch.Tensor:
+    return gather(x, dim, g) @ w
 
 
-def _gathered_batch(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return gather(x, 1, g) @ w
+def _scattered(x: Any, w: Any, g: Any, dim: int = 0, reduce_op: str = "sum") -> torch.Tensor:
+    return scatter(x @ w, dim, g, reduce_op)
 
 
-def _scattered(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return scatter(x @ w, 0, g)
-
-
-def _scattered_batch(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return scatter(x @ w, 1, g)
-
-
-def _averaged(x: torch.Tensor, w: torch.Tensor, g: Any) -> torch.Tensor:
-    return scatter(x @ w, 0, g, "avg")
-
-
+_gathered_batch, _scattered_batch = partial(_gathered, dim=1), partial(_scattered, dim=1)
+_averaged = partial(_scattered, reduce_op="avg")
 COPY, KEPT, P, linear = "put in order by a copy", "is kept for", Program, nn.functional.linear
 BIAS, CAST = "the bias is added to its result", "converted to bfloat16 before it travels"
 CUBE, FLAT = ((2, 3, 8), (8, 5)), ((2, 3, 8), (5, 8))
@@ -209,14 +193,10 @@ DYNAMIC = (
 def inputs(program: Program, rank: int) -> list[torch.Tensor]:
     """Small integers that depend on the rank, so that every sum is exact in every dtype."""
     rng = torch.Generator().manual_seed(97 * rank + len(program.name))
-    return [
-        torch.randint(-3, 4, shape, generator=rng).to(program.dtype) for shape in program.shapes
-    ]
+    return [torch.randint(-3, 4, size, generator=rng).to(program.dtype) for size in program.shapes]
 
 
-def trace(
-    fn: Callable[..., Any], tensors: list[torch.Tensor], group: Any, **options: Any
-) -> torch.fx.GraphModule:
+def trace(fn: Callable[..., Any], tensors: Any, group: Any, **options: Any) -> torch.fx.GraphModule:
     options = {"tracing_mode": "fake"} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # deprecated names of collectives
@@ -275,9 +255,6 @@ def test_replaced_programs_give_the_same_integers(at: Rank, options: dict[str, A
             assert reports == reports[:1] * at.world  # the ranks decide alike
 
 
-# Whole models under torch.compile.
-
-
 class FeedForward(nn.Module):
     """The layer of torchtitan without operations that round; its weights are integers."""
 
@@ -298,12 +275,12 @@ def _parallel(layout: Any) -> nn.Module:
     layer = nn.Sequential(FeedForward())  # hooks of an inner layer are compiled, too
     whole = (Replicate(),)
     plan: dict[str, Any] = {
-        "0": PrepareModuleInput(input_layouts=(layout,), desired_input_layouts=whole),
-        "0.w1": ColwiseParallel(use_local_output=True),
-        "0.w2": RowwiseParallel(output_layouts=layout),
-        "0.w3": ColwiseParallel(),
+        "0": parallel.PrepareModuleInput(input_layouts=(layout,), desired_input_layouts=whole),
+        "0.w1": parallel.ColwiseParallel(use_local_output=True),
+        "0.w2": parallel.RowwiseParallel(output_layouts=layout),
+        "0.w3": parallel.ColwiseParallel(),
     }
-    return parallelize_module(layer, init_device_mesh("cpu", (WORLD,)), plan)
+    return parallel.parallelize_module(layer, init_device_mesh("cpu", (WORLD,)), plan)
 
 
 def _train(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
@@ -315,8 +292,7 @@ def _train(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> list[torch.
 
 @on_ranks(WORLD)
 def test_a_parallelised_model_has_its_collectives_replaced(at: Rank) -> None:
-    """In the forward, and in the backward, which adds two products. Without sequence parallelism
-    the collectives are all-reduces."""
+    """Forward and backward, which adds two products. Without sequence parallelism: all-reduces."""
     for layout in (Shard(1), Replicate()):
         torch._dynamo.reset()
         sequence = layout == Shard(1)
@@ -490,7 +466,8 @@ def _batched(x: torch.Tensor, w: torch.Tensor, g: Any) -> Any:
     return FUNCTIONAL.batch_p2p_ops(["isend", "irecv"], *peers, [x @ w, x], g.group_name)
 
 
-FUNCTIONAL, WRITES = torch.ops._c10d_functional, "irecv may write to the operand before the product"
+FUNCTIONAL, MESSAGE = torch.ops._c10d_functional, "a message between two ranks"
+WRITES = "irecv may write to the operand before the product"
 
 
 @pytest.mark.skipif(
@@ -500,21 +477,16 @@ FUNCTIONAL, WRITES = torch.ops._c10d_functional, "irecv may write to the operand
 @pytest.mark.parametrize(
     ("fn", "says"),
     [
-        (
-            lambda x, w, g: FUNCTIONAL.isend(x @ w, 0, 0, g.group_name),
-            {"isend": "a message between two ranks"},
-        ),
+        (lambda x, w, g: FUNCTIONAL.isend(x @ w, 0, 0, g.group_name), {"isend": MESSAGE}),
         (_batched, {"batch_p2p_ops": "messages between pairs of ranks"}),
-        (_received, {"all-gather": WRITES, "irecv": "a message between two ranks"}),
+        (_received, {"all-gather": WRITES, "irecv": MESSAGE}),
         (
             lambda x, w, g: torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, g.group_name) @ w.t(),
             {"shard_dim_alltoall": "joins one dimension and cuts another"},
         ),
     ],
 )
-def test_messages_and_other_collectives_are_reported_by_name(
-    fn: Callable[..., Any], says: dict[str, str], groups: dict[int, Any]
-) -> None:
+def test_other_collectives_are_reported_by_name(fn: Any, says: Any, groups: dict[int, Any]) -> None:
     report = passes.replace(trace(fn, ONES, groups[2]))
     assert not report and [entry.collective for entry in report] == list(says)
     for entry, text in zip(report, says.values(), strict=True):
@@ -684,9 +656,6 @@ def test_report_prints_a_table(groups: dict[int, Any]) -> None:
     assert "all-gather" in first and AGM in first and "6x8 @ 8x4 float32" in first
     assert "all-reduce" in second and "left" in second
     assert str(report.entries[0]).startswith("all-gather all_gather_into_tensor with mm: replaced")
-
-
-# The order of rows.
 
 
 @settings(max_examples=200, deadline=None)

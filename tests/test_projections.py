@@ -1,5 +1,4 @@
-"""The projections around attention by heads: plans and their proof, layers, memory, errors. Exact
-calls and gradients are tested by the contract."""
+"""Projections around attention by heads, beyond the contract: plans, layers, memory, errors."""
 
 from __future__ import annotations
 
@@ -32,9 +31,6 @@ def operands(at: Rank, batch: int = 1) -> tuple[list[torch.Tensor], list[torch.T
     case = Case((4,) * 2, (4, batch, 4, 2, 4, 12))
     project, output = (SUBJECTS[f"ulysses_{name}"] for name in ("project", "output"))
     return project.make(case, at.rank, 1), output.make(case, at.rank, 1)
-
-
-# Plans.
 
 
 def problem_of(operator: str, channels: list[int]) -> Problem:
@@ -80,9 +76,6 @@ def test_auto_takes_schedules_that_serve_projections() -> None:
         assert len(explained) > 5 and all(0 < candidate.share <= 1 for candidate in explained)
         for candidate in explained:
             plans(problem, Schedule.parse(candidate.schedule))
-
-
-# Calls on CPUs.
 
 
 @on_ranks(2)
@@ -148,9 +141,6 @@ def test_memory_is_capped(at: Rank) -> None:
         refuses(("workspace_bytes: required at least", lambda: calls(case)))
 
 
-# Layers.
-
-
 def rotated(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A stand-in for a rotary embedding of all positions."""
     factors = torch.arange(q.shape[2], device=q.device, dtype=q.dtype)[:, None].cos()
@@ -160,8 +150,7 @@ def rotated(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 @ranks(1, 2, 4)
 @on_ranks(timeout=280)
 def test_layers(at: Rank) -> None:
-    """Results and gradients of all parameters, compared with PyTorch's: float64 sums are in another
-    order, so they differ by rounding."""
+    """Compare with PyTorch's: float64 sums in another order differ by rounding."""
     sizes = [(own * at.world, kv) for own, kv in ((4, 4), (4, 2), (4, 1), (8, 2), (3, 3))]
     for turn, (heads, kv_heads) in enumerate(pair for pair in sizes if pair[0] % pair[1] == 0):
         torch.manual_seed(turn)  # the same on all ranks
@@ -184,9 +173,6 @@ def test_layers(at: Rank) -> None:
         for total, right in zip(grads, expected, strict=True):
             torch.distributed.all_reduce(total)  # as data parallelism does
             torch.testing.assert_close(total, right, rtol=0, atol=1e-12)
-
-
-# Errors.
 
 
 WHOLE = "required a whole number, at least 1, got"

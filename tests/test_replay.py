@@ -1,5 +1,4 @@
-"""Replayed arrivals on the thread driver: exact results on every rank, signals in order and not too
-early, and the error of a signal that never arrives."""
+"""Replayed arrivals on the thread driver: exact results, signals in order, and lost signals."""
 
 from __future__ import annotations
 
@@ -38,19 +37,7 @@ from ficco.tools.bench import products as bench_products
 from ficco.tools.bench.candidates import caller, choose
 from ficco.tools.bench.cases import Case
 from ficco.tools.bench.frames import BENCH, REPLAY, read_description, records
-from ficco.tools.bench.replay import (
-    ROOM,
-    TICKS,
-    Pace,
-    Paces,
-    Piece,
-    ReplayEngine,
-    ReplayOperands,
-    ReplayPeers,
-    Timetable,
-    arrivals,
-    proven,
-)
+from ficco.tools.bench.replay import ROOM, Pace, Paces, ReplayEngine, ReplayOperands, proven
 from ficco.tools.bench.report import report
 from ficco.tools.tune import products
 
@@ -96,7 +83,7 @@ def played(rank: int, world: int, machine: Any = MACHINE) -> Iterator[tuple[Any,
     group = dist.ProcessGroup(dist.HashStore(), rank, world)
     with ficco.options(engine="threads", on_timeout="raise", timeout_s=20):
         engine = ThreadReplay(group, PacedDriver(CPU, 0), "auto", 20.0)
-        engine.courier = ReplayPeers(engine, machine, PACES)
+        engine.courier = replay.ReplayPeers(engine, machine, PACES)
         one_rank = dist.ProcessGroup(dist.HashStore(), 0, 1)
         workspace = adopt(group, CPU, Board(one_rank, 20.0), engine)
         try:
@@ -167,9 +154,6 @@ def test_scaled_calls_are_exact(operator: str) -> None:
             names = served(problem, "")
             assert len(names) >= 5
             exact(group, workspace, problem, names[turn::3])
-
-
-# Times of arrivals.
 
 
 def check_arrivals(engine: Any, run: Callable[[], Any]) -> list[Any]:
@@ -252,17 +236,17 @@ def test_a_call_has_no_more_copies_than_a_stream_holds() -> None:
         caller(operands, group, "shard-overlap")()
         timetable = engine.courier.timetable(engine.latest)
         counts = [seconds / timetable.tick for seconds in timetable.durations()]
-        assert TICKS / 2 < sum(counts) <= TICKS
+        assert replay.TICKS / 2 < sum(counts) <= replay.TICKS
 
 
 def test_the_courier_learns_what_delays_it() -> None:
-    """Late starts and slow copies are compensated after some calls, except for a piece due sooner
-    than a copy can finish."""
+    """Late starts and slow copies are compensated, except for a piece due before a copy can end."""
     delays, stamps = (0.2, 0.1, 0.4), [SimpleNamespace(at=0.0) for _ in range(3)]
     begin: Any = SimpleNamespace(seconds_to=lambda stamp: stamp.at)
     ends, unused = (1.0, 1.5, 1.7), cast(Any, None)
-    pieces = [Piece(at, (), unused, cast(Any, one)) for at, one in zip(ends, stamps, strict=True)]
-    timetable = Timetable(unused, tuple(pieces), 0.1, [0.0] * 3)
+    pairs = zip(ends, stamps, strict=True)
+    pieces = [replay.Piece(at, (), unused, cast(Any, one)) for at, one in pairs]
+    timetable = replay.Timetable(unused, tuple(pieces), 0.1, [0.0] * 3)
     assert timetable.durations() == pytest.approx([1.0, 0.5, 0.2])
     for _ in range(20):
         now = 0.0
@@ -319,7 +303,7 @@ def test_arrivals_follow_the_link() -> None:
     machine = link(flat(1e12, 1.0, 1e12, ranks=3), 1e-6, 2e6)  # 1000 bytes a second, 2 s
     shard = 8 * 16 * 4 / 1e3
     all_plans = plans(problem, Schedule.parse("shard-overlap"))
-    expected = arrivals(all_plans, machine, "queued", 0)
+    expected = replay.arrivals(all_plans, machine, "queued", 0)
     assert [arrival.at for arrival in expected] == pytest.approx([2 + shard, 2 + 2 * shard])
     assert [transfer.src.rank for arrival in expected for transfer in arrival.transfers] == [
         arrival.signal.poster for arrival in expected
@@ -338,9 +322,6 @@ def test_schedules_that_need_peers_are_refused() -> None:
         with played(0, 2) as (group, _):
             with pytest.raises(NotImplementedError, match="no peers|no mover"):
                 caller(operands_of(problem, 0), group, schedule)()
-
-
-# The bench.
 
 
 class HostEvent:
@@ -391,31 +372,21 @@ def _played_by_threads(lost: str) -> None:
     products.REFIT_S, replay.TIMEOUT_S = 0.5, 3.0
 
 
-def _bench(at: Rank, case: Case, mode: str, folder: str) -> list[dict[str, Any]]:
+@pytest.mark.parametrize(("case", "mode"), CASES, ids=("gather", "scatter"))
+@ranks.on_ranks(1, fresh=True, timeout=200)
+def test_the_bench_of_a_replay(at: Rank, tmp_path: Path, case: Case, mode: str) -> None:
     _played_by_threads(lost="shrinking")
-    settings = harness.BenchSettings(
-        subject=replace(bench_products.SUBJECT, schema=REPLAY),
-        cases=(case,),
-        schedules=choose(NAMES),
-        modes=(mode,),
-        device="cpu",
-        rounds=2,
-        seconds=600,
-        csv=Path(folder) / "rows.csv",
-        replayed=replay.Replayed(world=3, rank=1, machine="h200-4", products=products.refitted),
-    )
-    rows = harness.bench(settings)
-    assert rows is not None
-    about = read_description(settings.csv)
+    replayed = replay.Replayed(world=3, rank=1, machine="h200-4", products=products.refitted)
+    options: Any = {"device": "cpu", "rounds": 2, "seconds": 600, "csv": tmp_path / "rows.csv"}
+    options |= {"cases": (case,), "modes": (mode,), "schedules": choose(NAMES)}
+    subject = replace(bench_products.SUBJECT, schema=REPLAY)
+    settings = harness.BenchSettings(subject=subject, replayed=replayed, **options)
+    frame = harness.bench(settings)
+    assert frame is not None
+    rows, about = records(frame), read_description(settings.csv)
     text = report(REPLAY.read(settings.csv), about, "rows", [])
     assert "plays rank 1 of 3" in text and "growing" in text and "its planned time is off" in text
     assert "planned time" not in report(BENCH.read(settings.csv), about, "rows", [])
-    return records(rows)
-
-
-@pytest.mark.parametrize(("case", "mode"), CASES, ids=("gather", "scatter"))
-def test_the_bench_of_a_replay(tmp_path: Path, case: Case, mode: str) -> None:
-    rows = ranks.run(1, _bench, case, mode, str(tmp_path), fresh=True, timeout=200)[0]
     machine = find("h200-4", None)
     assert machine is not None
     measured = ["gemm", "copies", "ideal", "serial", "growing", "tiled", "growing:pull"]
@@ -436,56 +407,45 @@ def test_the_bench_of_a_replay(tmp_path: Path, case: Case, mode: str) -> None:
     about = json.loads((tmp_path / "rows.json").read_text())
     assert "plays rank 1 of 3" in about["note"] and about["ranks"] == 3
     assert "off_us" in (tmp_path / "rows.csv").read_text().splitlines()[0]
-    replayed = find(str(tmp_path / "rows_machine.yaml"), None)
-    assert replayed is not None and replayed.copies is not None and replayed.gemm is not None
-    assert replayed.copies == machine.copies
-    assert replayed.gemm != machine.gemm and replayed.gemm.provenance.source == "fitted"
+    fitted = find(str(tmp_path / "rows_machine.yaml"), None)
+    assert fitted is not None and fitted.copies is not None and fitted.gemm is not None
+    assert fitted.copies == machine.copies
+    assert fitted.gemm != machine.gemm and fitted.gemm.provenance.source == "fitted"
 
 
 LOST = "hetero-fused-1d:pieces=2"
 
 
-def _ways(at: Rank, folder: str) -> list[dict[str, Any]]:
+@ranks.on_ranks(1, fresh=True)
+def test_the_bench_of_ways_is_replayed(at: Rank, tmp_path: Path) -> None:
+    """No peer's row is sent and no collective is called; the rest is timed against its parts."""
     _played_by_threads(LOST)
     replay.TIMEOUT_S = 0.5
     replay.gpu.get_device_name = lambda device: "NVIDIA H100 80GB HBM3"  # type: ignore[assignment]
-    machine, slow = find("h200-4", None), Path(folder) / "slow.yaml"
+    machine, slow = find("h200-4", None), tmp_path / "slow.yaml"
     assert machine is not None
     save(replace(machine, copies=None), slow)
     replayed = replay.Replayed(world=2, rank=1, machine=str(slow))
     with pytest.raises(ValueError, match="'topology' and 'copies'"):
-        replay.replayed_watch(replayed, Path(folder) / "none.csv", CPU)
+        replay.replayed_watch(replayed, tmp_path / "none.csv", CPU)
     save(link(machine, latency_us=2000.0), slow)
-    recorded = []
+    recorded: list[Any] = []
     for room, schedules in ((attention, ("serial", LOST, "auto")), (experts, ())):
-        settings = harness.BenchSettings(
-            subject=room.SUBJECT,
-            cases=room.SHAPES["cpu"][: 2 if schedules else 1],
-            modes=("queued",),
-            schedules=schedules,
-            device="cpu",
-            rounds=3,
-            seconds=600,
-            csv=Path(folder) / f"{room.SUBJECT.name}.csv",
-            replayed=replayed,
-        )
+        cases, csv = room.SHAPES["cpu"][: 2 if schedules else 1], f"{room.SUBJECT.name}.csv"
+        options: Any = {"device": "cpu", "rounds": 3, "seconds": 600, "csv": tmp_path / csv}
+        options |= {"cases": cases, "modes": ("queued",), "schedules": schedules}
+        settings = harness.BenchSettings(subject=room.SUBJECT, replayed=replayed, **options)
         rows = harness.bench(settings)
         assert rows is not None
         text = harness.report(room.SUBJECT, rows, read_description(settings.csv), "name")
         assert "plays rank 1 of 2" in text and "| copies | " in text and "SignalTimeout" in text
         recorded += records(rows)
-    return recorded
-
-
-def test_the_bench_of_ways_is_replayed(tmp_path: Path) -> None:
-    """No peer's row is sent and no collective is called; the rest is timed against its parts."""
-    rows = ranks.run(1, _ways, str(tmp_path), fresh=True)[0]
     for case, part, stages in (
         ("all_gather_attention", "attention", 1),
         ("ulysses_attention", "attention", 2),
         ("experts", "products", 2),
     ):
-        by_way = {row["way"]: row for row in rows if row.get("operator", "experts") == case}
+        by_way = {row["way"]: row for row in recorded if row.get("operator", "experts") == case}
         lost = by_way.pop(LOST)
         refused = case == "ulysses_attention"
         assert lost["status"] == ("skipped" if refused else "failed"), lost
@@ -503,8 +463,7 @@ def test_the_bench_of_ways_is_replayed(tmp_path: Path) -> None:
     about = json.loads((tmp_path / "experts.json").read_text())
     assert about["ranks"] == 2 and "from GPUs like those of h100-2" in about["note"]
     # The ranks' topology is that of 4 H200, their GPUs are H100.
-    joined, devices = find("h200-4", None), find("h100-2", None)
-    replayed = find(str(tmp_path / "experts_machine.yaml"), None)
-    assert replayed and joined and devices and replayed.topology == joined.topology
+    devices, fitted = find("h100-2", None), find(str(tmp_path / "experts_machine.yaml"), None)
+    assert fitted and devices and fitted.topology == machine.topology
     for block in ("gemm", "experts", "attention", "memory"):
-        assert getattr(replayed, block) == getattr(devices, block)
+        assert getattr(fitted, block) == getattr(devices, block)

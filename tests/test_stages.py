@@ -27,7 +27,7 @@ from edits import (
     refused,
     retires,
 )
-from ranks import Rank, ranks, run
+from ranks import Rank, on_ranks, ranks
 from test_cpu_engine import at_rest, engine, slot_for
 
 from ficco import schedules
@@ -49,13 +49,7 @@ from ficco.plan import (
 )
 from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
-from ficco.problems.specification import (
-    AnyProblem,
-    Buffer,
-    Contraction,
-    Exchange,
-    Specification,
-)
+from ficco.problems.specification import AnyProblem, Buffer, Contraction, Exchange, Specification
 from ficco.proof import check
 from ficco.runtime.program import compile
 from ficco.schedules import Schedule
@@ -209,9 +203,6 @@ def test_chained_plans_are_simulated_and_rendered() -> None:
     assert min(bar.start_s for bar in blocks) < max(bar.start_s for bar in last)
 
 
-# Broken plans.
-
-
 def multiplies_c(step: Step) -> bool:
     return any(product.b.buffer == "c" for product in step.products)
 
@@ -262,10 +253,7 @@ BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
     "scales": {
         "none": (change(multiplies, factors=()), UNSCALED),
         "not sent": (idle("scale"), f"never waited|{UNWRITTEN}|holds"),
-        "of missing columns": (
-            change(multiplies, factors=lambda both: (both[0], down(1)(both[1]))),
-            UNFIT,
-        ),
+        "of missing columns": (change(multiplies, factors=lambda f: (f[0], down(1)(f[1]))), UNFIT),
         "missing rows of b": (
             change(awaits_data, b=in_rows(0, 33), a={"col_stop": 33}),
             "leaves the buffer",
@@ -277,7 +265,7 @@ BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
         "of the own rows": (
             change(awaits_data, factors=factor(buffer="scale_a", row=0, row_stop=1)),
             "factors of other rows|do not fit",
-        ),
+        )
     },
     "blocks": {"fewer": (change(awaits_data, factors=factor(col_stop=1)), UNFIT)},
     "bias": {
@@ -339,8 +327,6 @@ def test_rows_of_b_are_numbered_by_their_destination(first: int, words: str) -> 
         check(plans)
 
 
-# Errors of the readers of Plans.
-
 NOTHING = dict.fromkeys(("engine", "post", "wait", "copy", "products", "accumulate"), "")
 #: An engine with only the steps that all engines support.
 GPU: Any = SimpleNamespace(
@@ -387,9 +373,6 @@ def test_an_engine_says_what_it_does_not_offer() -> None:
             compile(plans[0], GPU, None)
 
 
-# On the CPU engine.
-
-
 def integers(seed: int, *shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-3, 4, shape, generator=generator).double()
@@ -407,7 +390,10 @@ def on_cpu(cpu: Any, plan: Plan, slot: Any, operands: dict[str, torch.Tensor]) -
     return tensors[result].double()
 
 
-def exact(at: Rank, rows: tuple[int, ...]) -> None:
+@ranks(1, 2, 3)
+@on_ranks()
+def test_chained_plans_are_exact(at: Rank) -> None:
+    rows = ROWS[at.world]
     m, own_rows = sum(rows), slice(sum(rows[: at.rank]), sum(rows[: at.rank + 1]))
     plans = [chained(Sizes(rows, dtype="float32"), *names)[at.rank] for names in CHAINS]
     with engine() as cpu:
@@ -421,8 +407,3 @@ def exact(at: Rank, rows: tuple[int, ...]) -> None:
             assert torch.equal(out, expected[own_rows]), plan.schedule
         if slot.words:
             at_rest(cpu, slot)
-
-
-@ranks(1, 2, 3)
-def test_chained_plans_are_exact(world: int) -> None:
-    run(world, exact, ROWS[world])

@@ -80,8 +80,8 @@ def test_signals_by_copies(at: Rank) -> None:
 
 @on_ranks(3)
 def test_ranks_with_and_without_the_launch_of_a_two_shot_meet(at: Rank) -> None:
-    """All ranks use the launch, then all but one, then those with rows, then none. A call with the
-    launch enqueues only the product and the launch."""
+    """All ranks launch, then all but one, then those with rows, then none. A call with the launch
+    enqueues only the product and the launch."""
     kernels, blocks, counts = thread_driver.ThreadKernels, list[int](), set[tuple[int, int]]()
     original, prepared = kernels.two_shot, thread_driver.ThreadEngine._run
 
@@ -103,12 +103,10 @@ def test_ranks_with_and_without_the_launch_of_a_two_shot_meet(at: Rank) -> None:
             blocks.clear()
             counts.clear()
             for call in range(6):
-                each = [integers(5, call, rank, 0, shape=(rows, 8)).float() for rank in range(3)]
-                weights = [integers(5, call, rank, 1, shape=(8, n)).float() for rank in range(3)]
-                result = ficco.matmul_all_reduce(
-                    each[at.rank], weights[at.rank], schedule="two-shot"
-                )
-                expected = sum(a @ b for a, b in zip(each, weights, strict=True))
+                left = [integers(5, call, rank, 0, shape=(rows, 8)).float() for rank in range(3)]
+                right = [integers(5, call, rank, 1, shape=(8, n)).float() for rank in range(3)]
+                result = ficco.matmul_all_reduce(left[at.rank], right[at.rank], schedule="two-shot")
+                expected = sum(a @ b for a, b in zip(left, right, strict=True))
                 assert torch.equal(result, expected), (most, rows, n, call)
             sums = at.rank < rows and n % 4 == 0 and (most > 1 or at.rank != 1)
             assert {*blocks} == ({2 * -(-rows // 3)} if sums else set()), (most, rows, n)
@@ -186,14 +184,13 @@ def test_a_killed_peer_is_named_while_no_query_of_an_event_returns() -> None:
             assert words in rank.output
 
 
-def _alone(at: Rank) -> Any:
-    """Return rank 0's error of a warm collective that rank 1 does not join."""
+@on_ranks(2, fresh=True)
+def test_a_collective_that_a_peer_never_joins_is_reported(at: Rank) -> None:
     group = dist.new_group(list(range(at.world)))
     a, b = torch.ones(4, 8), torch.ones(8, 4)
     for _ in range(4):
         ficco.all_gather_matmul(a, b, group=group, schedule="serial:collective")
     (workspace,) = workspaces(group)
-    failure = None
     if at.rank == 0:
         workspace.engine.driver.waits = False
         with ficco.options(timeout_s=0.5):
@@ -202,12 +199,7 @@ def _alone(at: Rank) -> Any:
             while workspace.error is None and time.monotonic() < end:
                 time.sleep(0.01)
         failure = ranks.caught(lambda: ficco.all_gather_matmul(a, b, group=group))
+        assert failure.type == "SignalTimeout" and failure.fields["seconds"] < 30, failure
+        step, schedule = failure.fields["step"], failure.fields["schedule"]
+        assert (step, schedule) == ("all-gather (collective on compute0)", "serial:collective")
     at.barrier()
-    return failure
-
-
-def test_a_collective_that_a_peer_never_joins_is_reported() -> None:
-    failure, _ = ranks.run(2, _alone, fresh=True)
-    assert failure.type == "SignalTimeout" and failure.fields["seconds"] < 30, failure
-    step, schedule = failure.fields["step"], failure.fields["schedule"]
-    assert (step, schedule) == ("all-gather (collective on compute0)", "serial:collective")

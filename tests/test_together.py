@@ -177,8 +177,7 @@ def test_the_host_enqueues_them_once() -> None:
     quick = Copies(8, 0.0, 0.0, ((1.0, 1.0),), GIVEN)
     machine = replace(ONE, host=host, copies=quick, kernel_copies=quick)
     kernel, dma = (simulate(three_sends(mover), machine, "idle") for mover in ("kernel", "dma"))
-    # A joined copy begins once the host has enqueued all of them. Separate copies wait for the host
-    # one by one, and the host also enqueues their posts.
+    # Joined copies begin once all are enqueued. Separate ones wait for the host, as their posts do.
     assert bars_of(kernel, 0, "copy") == [(100, 108), (108, 116), (116, 124)]
     assert bars_of(dma, 0, "copy") == [(100, 108), (210, 218), (320, 328)]
     # The run is enqueued at its first step, even with steps of other lanes in between.

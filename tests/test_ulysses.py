@@ -1,5 +1,4 @@
-"""Attention by heads over a sequence that is split among ranks: plans, their proof, choice of a
-schedule, and layouts that need no copy."""
+"""Attention by heads: plans, their proof, choice of a schedule, and layouts without a copy."""
 
 from __future__ import annotations
 
@@ -29,9 +28,6 @@ from ficco.simulate import simulate
 
 #: Whether the gradient is computed, and the operands saved for it.
 KINDS = ((False, ""), (False, "heads"), (False, "shards"), (True, "heads"), (True, "shards"))
-
-
-# Plans.
 
 
 @given(data=st.data())
@@ -126,9 +122,6 @@ def test_auto_takes_a_schedule_that_gains_the_margin() -> None:
         )
         assert unmeasured == same < later
     assert str(decide(problem).schedule) == "serial"
-
-
-# Calls on CPUs.
 
 
 def test_heads_in_the_layout_of_their_copies_are_not_copied() -> None:

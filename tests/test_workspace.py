@@ -139,11 +139,8 @@ def test_a_process_settles_before_it_ends() -> None:
 
 def _on_failing(error: FiccoError | None) -> tuple[Workspace, list[str]]:
     engine = Failing()
-    board = SimpleNamespace(
-        close=partial(engine.do, "board"),
-        post=partial(engine.do, "post"),
-        describe=lambda text, same_as: 1,
-    )
+    calls = {"close": partial(engine.do, "board"), "post": partial(engine.do, "post")}
+    board = SimpleNamespace(**calls, describe=lambda text, same_as: 1)
     more = {"closed": False, "error": error, "allocations": dict.fromkeys((1, 2), engine)}
     stop = SimpleNamespace(stop=partial(engine.do, "stop"))
     slots = Slot(None, 1), Slot(None, 1)
@@ -173,9 +170,7 @@ def test_a_group_that_cannot_close_does_not_stop_others(monkeypatch: pytest.Monk
         assert workspace.closed and str(workspace.error) == "synchronize failed"
 
 
-def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kinds_of_calls_not_met_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspaces, "KINDS", 4)
     slot, graphs = Slot(None, 1), Slot(None, 1, captured=True)
     engine = Engine()
@@ -210,10 +205,7 @@ def test_kinds_of_calls_that_are_not_met_again_are_forgotten(
 
 
 def _in_child(fn: Any) -> Any:
-    """The result of a function in a forked process, which then ends as interpreters do.
-
-    All tests of ranks cover a fork that calls first: ranks are forks of one server.
-    """
+    """The result of a function in a forked process, which then ends as interpreters do."""
     read_end, write_end = os.pipe()
     if not (child := os.fork()):
         try:

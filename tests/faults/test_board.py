@@ -159,10 +159,8 @@ def test_a_failed_rank_is_named_without_waiting_for_the_other_ranks(at: Rank) ->
         dist.barrier()
         if at.rank == 0:
             begin = time.monotonic()
-            with (
-                mock.patch("ficco.runtime.board.LATE_S", limit),
-                pytest.raises(PeerFailed) as raised,
-            ):
+            late = mock.patch("ficco.runtime.board.LATE_S", limit)
+            with late, pytest.raises(PeerFailed) as raised:
                 agree(board, 2)
             assert raised.value.reasons == {1: "MemoryError: ?"}
             seconds = time.monotonic() - begin

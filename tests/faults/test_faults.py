@@ -75,26 +75,14 @@ def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def report_of(
-    group: Any,
-    first: Callable[[], Any],
-    again: Callable[[], Any] | None = None,
-    patience: float = PATIENCE_S,
-    end: Callable[[Any], None] = leave,
+    group: Any, first: Any, again: Any = None, patience: float = PATIENCE_S, end: Any = leave
 ) -> dict[str, Any]:
-    """Run a faulty call, the next call and the end of the group; return the failures and seconds
-    of each."""
+    """Run a faulty call, the next call and the end of the group; return failures and seconds."""
     with ficco.options(timeout_s=patience):
-        result, seconds = timed(first)
-        second_result, second_seconds = timed(again or first)
-    torn, teardown = timed(partial(end, group))
-    return {
-        "first": result if isinstance(result, Failure) else None,
-        "waited": seconds,
-        "again": second_result if isinstance(second_result, Failure) else None,
-        "waited_again": second_seconds,
-        "torn": torn,
-        "teardown": teardown,
-    }
+        outcomes = [*timed(first), *timed(again or first)]
+    results = [value if isinstance(value, Failure | float) else None for value in outcomes]
+    names = "first", "waited", "again", "waited_again", "torn", "teardown"
+    return dict(zip(names, (*results, *timed(partial(end, group))), strict=True))
 
 
 def report_of_case(at: Rank, case: Case, group: Any = None, **options: Any) -> dict[str, Any]:
@@ -103,11 +91,8 @@ def report_of_case(at: Rank, case: Case, group: Any = None, **options: Any) -> d
     return report_of(group, lambda: call(case, operands.a, operands.b, group), **options)
 
 
-def assert_timed_out(
-    report: dict[str, Any], rank: int, peer: int, case: Case, ended: bool = False
-) -> list[dict[str, Any]]:
-    """Check the report of a survivor, with the end of its peer's process if ``ended``; return the
-    facts of the waits that survivors gave up."""
+def assert_timed_out(report: Any, rank: int, peer: int, case: Case, ended: bool = False) -> Any:
+    """Check a survivor's report; return the facts of the waits that survivors gave up."""
     first = report["first"]
     facts = gave_up(first)
     for wait in facts:
@@ -145,15 +130,12 @@ def assert_unusable(report: dict[str, Any]) -> None:
 
 def test_a_lost_connection_names_the_rank_whose_process_ends() -> None:
     """Although rank 2 is late, too, and the end of rank 0 shows only at a later check."""
-    _, plan, _ = plans(
-        problem_of_sizes("all_gather_matmul", 12, 8, 8, "float32", 3),
-        Schedule.parse("serial:collective"),
-    )
+    problem = problem_of_sizes("all_gather_matmul", 12, 8, 8, "float32", 3)
+    _, plan, _ = plans(problem, Schedule.parse("serial:collective"))
     step = next(i for i, step in enumerate(plan.steps) if step.op == "collective")
     looks = iter([(2, False)] * 3)
-    engine: Any = SimpleNamespace(
-        interrupt=lambda: None, group=None, hosts=SimpleNamespace(named=lambda rank: "")
-    )
+    hosts = SimpleNamespace(named=lambda rank: "")
+    engine: Any = SimpleNamespace(interrupt=lambda: None, group=None, hosts=hosts)
     engine.timed_out = partial(Engine.timed_out, engine)
     state = SimpleNamespace(check=lambda: None, timeout_s=LONG_S)
 
@@ -343,19 +325,11 @@ def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
 BASE = equal(3, 8, 8, 8, schedule="hetero-fused-1d")
 
 
-#: Calls before the mismatch: no calls, the call of most ranks, or the calls of all ranks. A call
-#: that is new to a rank waits for the peers.
+#: Calls before the mismatch: none, those of most ranks, or those of all. New calls wait for peers.
 BEFORE = ("first", "new here", "warm")
 
 
-def _mismatch(
-    at: Rank,
-    changes: dict[str, Any],
-    odd: int,
-    before: str,
-    caps: tuple[int | None, int | None],
-    base: Case = BASE,
-) -> dict[str, Any]:
+def _mismatch(at: Rank, changes: Any, odd: int, before: str, caps: Any, base: Case = BASE) -> Any:
     group, odd_case, is_odd = everyone(at), base.on(**changes), at.rank == odd
     for iteration in range(3 * BEFORE.index(before)):
         uses_odd_case = before == "warm" and iteration % 2 == 1
@@ -432,8 +406,7 @@ def test_slices_of_symmetric_memory_are_plain_operands_on_every_rank(at: Rank) -
 
 @on_ranks(2, timeout=25.0)
 def test_unfinished_collective_does_not_hold_the_process(at: Rank) -> None:
-    """Deleting a group waits for its operations, in the garbage collector, on a rank whose peers
-    do not take part."""
+    """The garbage collector deletes a group and so waits for its operations."""
     base = equal(at.world, 8, 8, 8)
     cases = [base.on(schedule=name) for name in ("serial:collective", "growing")]
     group = everyone(at, *cases * 2)
@@ -459,8 +432,7 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 @on_ranks(2)
 def test_a_stored_error_does_not_keep_the_operands(at: Rank) -> None:
-    """The operands of the failed call and of the later, refused calls are freed. The traceback of
-    the error does not grow by the frames of the refused calls."""
+    """Operands of failed and refused calls are freed. The error's traceback does not grow."""
     case = equal(at.world, 8, 8, 8, schedule="growing")
     group = everyone(at, case)
 
@@ -568,9 +540,7 @@ ERRORS: dict[str, tuple[Callable[[], BaseException], str]] = {
 }
 
 
-def _fails_alone(
-    at: Rank, schedule: str, place: str, kind: str, warm: bool, victim: int
-) -> dict[str, Any]:
+def _fails_alone(at: Rank, schedule: str, place: str, kind: str, warm: bool, victim: int) -> Any:
     case = equal(at.world, 8, 8, 8, schedule=schedule)
     group = everyone(at, *[case] * 3 * warm)
     inputs = make(at, case, 4, group)

@@ -30,14 +30,8 @@ WARN_S = 0.2
 
 
 def error(seconds: float) -> SignalTimeout:
-    return SignalTimeout(
-        operator="all_gather_matmul",
-        rank=0,
-        peer=3,
-        step="2.0",
-        schedule="growing",
-        seconds=seconds,
-    )
+    facts: dict[str, Any] = {"operator": "all_gather_matmul", "rank": 0, "peer": 3, "step": "2.0"}
+    return SignalTimeout(**facts, schedule="growing", seconds=seconds)
 
 
 def test_a_wait_warns_at_doubling_intervals_and_ends(caplog: pytest.LogCaptureFixture) -> None:

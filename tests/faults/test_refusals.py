@@ -36,7 +36,7 @@ Call = Callable[[], Any]
 def _calls(world: int, group: Any) -> dict[str, tuple[Call, Call, str]]:
     """Return by name a valid call, a refused call, and a word of the refusal."""
     options = {"group": group}
-    x, weight, all_rows = torch.ones(4, 8), torch.ones(3, 8), torch.ones(4 * world, 8)
+    x, weight, even = torch.ones(4, 8), torch.ones(3, 8), torch.ones(4 * world, 8)
     q, tokens = torch.ones(1, 2 * world, 3, 8), torch.ones(3, 8)
     index, gates = torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
     heads, attended = torch.ones(world * 8, 8), torch.ones(1, 1, world, 8)
@@ -45,16 +45,20 @@ def _calls(world: int, group: Any) -> dict[str, tuple[Call, Call, str]]:
         ficco.ulysses_project, tokens[None], heads, k_weight=heads, v_weight=heads, **options
     )
     output = partial(ficco.ulysses_output, attended, **options)
+    odd, wide, flat = even[1:], heads[:8].repeat(1, world), heads[0].repeat(world)
+    by_heads = partial(ficco.ulysses_attention, q, v=q, **options)
+    no_tensor = partial(ficco.all_gather_matmul, None, weight.t(), **options)
     attention = partial(ficco.all_gather_attention, q, q, **options)
     up, down = torch.ones(2, 8, 12), torch.ones(2, 6, 8)
     experts = partial(ficco.experts, tokens, weights=gates, up=up, down=down, **options)
     route, empty = partial(ficco.route, index, **options), partial(ficco.empty, **options)
     linears = partial(layers.gathered_linears, x, (weight,), (None,), **options)
-    scattered = partial(layers.scattered_linear, **options)
+    scattered = partial(layers.scattered_linear, weight=weight, **options)
     reduced = partial(layers.reduced_linear, x, weight, **options)
     copied = partial(layers.copied_linears, x, (weight,), (None,), recipe="fast", **options)
     column = ficco.nn.ColumnParallelLinear(8, 4 * world, **options)
     row = ficco.nn.RowParallelLinear(4 * world, 8, **options)
+    once = partial(ficco.nn.gather_once, x, column)
     layer = ficco.nn.UlyssesAttention(8 * world, world, **options)
     sequence, hidden = torch.ones(4 * world, 4), torch.ones(1, 3, 8 * world)
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -67,18 +71,10 @@ def _calls(world: int, group: Any) -> dict[str, tuple[Call, Call, str]]:
 
     return {
         "operator": (product, lambda: product(scale_b=1.0), "scale_a"),
-        "operator, no tensor": (
-            product,
-            lambda: ficco.all_gather_matmul(None, weight.t(), **options),
-            "a_shard",
-        ),
+        "operator, no tensor": (product, no_tensor, "a_shard"),
         "empty": (lambda: empty((3, 4)), lambda: empty((3, -4)), "shape"),
         "gathered_linears": (linears, lambda: linears(rows=[3] * world), "rows"),
-        "scattered_linear": (
-            lambda: scattered(all_rows, weight),
-            lambda: scattered(all_rows[1:], weight),
-            "share equally",
-        ),
+        "scattered_linear": (lambda: scattered(even), lambda: scattered(odd), "share equally"),
         "reduced_linear": (reduced, lambda: reduced(recipe="fast"), "recipe"),
         # The forward of these layers has no exchange, so the peers raise in the next call.
         "copied_linears": (product, copied, "recipe"),
@@ -86,31 +82,15 @@ def _calls(world: int, group: Any) -> dict[str, tuple[Call, Call, str]]:
         "experts, no tensor": (lambda: experts(index), lambda: experts([[0]] * 3), "indices"),
         "route": (lambda: route(4).capacity, lambda: route(0), "experts"),
         "attention": (lambda: attention(q), lambda: attention(None), "v_shard"),
-        "ulysses": (
-            lambda: ficco.ulysses_attention(q, q, q, **options),
-            lambda: ficco.ulysses_attention(q, None, q, **options),
-            "k: required",
-        ),
+        "ulysses": (lambda: by_heads(k=q), lambda: by_heads(k=None), "k: required"),
         "project": (lambda: project(size=8), lambda: project(size=0), "size"),
-        "output": (
-            lambda: output(heads[:8].repeat(1, world)),
-            lambda: output(heads[0].repeat(world)),
-            "weight",
-        ),
+        "output": (lambda: output(wide), lambda: output(flat), "weight"),
         "arriving": (lambda: block(x), lambda: block(x.clone().requires_grad_()), "no gradient"),
         "column, features": (lambda: column(x), lambda: column(x[:, 1:]), "this rank's part"),
         "column, no tensor": (lambda: column(x), lambda: column(None), "torch.Tensor"),
-        "row, features": (
-            lambda: row(sequence),
-            lambda: row(sequence[:, 1:]),
-            "this rank's columns",
-        ),
+        "row, features": (lambda: row(sequence), lambda: row(sequence[:, 1:]), "rank's columns"),
         "row, odd sequence": (lambda: row(sequence), lambda: row(sequence[1:]), "share equally"),
-        "gather_once": (
-            lambda: ficco.nn.gather_once(x, column, column),
-            lambda: ficco.nn.gather_once(x, column, row),
-            "ColumnParallelLinear layers",
-        ),
+        "gather_once": (lambda: once(column), lambda: once(row), "ColumnParallelLinear layers"),
         "attention layer": (lambda: layer(hidden), lambda: layer(hidden[0]), "x: required"),
         "style": (lambda: styled(x), lambda: styled(x[0, 0]), ""),
     }
@@ -124,8 +104,7 @@ def _numbered(group: Any) -> int:
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first"])
 @on_ranks(2)
 def test_a_call_that_one_rank_refuses(at: Rank, warm: bool) -> None:
-    """One rank refuses a call that its peers make. The refusal counts as one call, even if it
-    passes through several public functions."""
+    """A refusal counts as one call, even if it passes through several public functions."""
     group = dist.new_group(list(range(at.world)))
     calls = list(_calls(at.world, group).items())
     for turn, (name, (valid_call, refused_call, word)) in enumerate(calls if warm else calls[::3]):
@@ -178,8 +157,7 @@ def test_an_operand_on_the_cpu_in_a_group_of_nccl(at: Rank) -> None:
 
 @on_ranks(2)
 def test_refusals_that_are_not_published(at: Rank) -> None:
-    """A refusal without a workspace cannot be published; a refusal of fake tensors need not be.
-    Both raise at once, and the group stays usable."""
+    """Refusals without a workspace cannot be published; those of fake tensors need not be."""
     x, b = torch.ones(4, 8), torch.ones(8, 3)
     with own_group(at) as group:
         product = partial(ficco.all_gather_matmul, group=group)

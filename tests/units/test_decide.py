@@ -49,6 +49,8 @@ from ficco.tools import cli
 #: A machine that has only the thresholds of the rule.
 RULED = Machine("ruled", "toy", 4, thresholds=Thresholds(1e12, 5e12, ASSUMED))
 
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+
 TUNED = Tuned(
     PROBLEM.operator, PROBLEM.rows, PROBLEM.n, PROBLEM.k, PROBLEM.dtype, queued="growing:tail=8",
     idle="shrinking:pieces=3", seconds=(2e-3, 3e-3), serial=(4e-3, 4e-3), provenance=ASSUMED,
@@ -56,12 +58,9 @@ TUNED = Tuned(
 
 
 @pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+def _forget(monkeypatch: Patch) -> None:
     """Let each test raise the warnings that are raised once per process."""
     monkeypatch.setattr(errors, "_warned", set())
-
-
-# The order of the sources.
 
 
 def test_requests_and_trivial_problems_need_no_figures() -> None:
@@ -172,8 +171,7 @@ def test_a_machine_of_another_size_serves_by_its_figures_per_rank() -> None:
     decision = decide(problem(2048, 1024, 4096, world=2), machine=tuned, mode="queued")
     assert decision.source == "model"
     assert "on toy (as 2 ranks)" in decision.reason
-    # Each of two ranks receives 8 MiB in one shard: the collective takes as long as on 4 ranks that
-    # receive 8 MiB in three shards.
+    # Each of two ranks receives 8 MiB in one shard, as each of four does in three shards.
     (serial,) = (c for c in decision.candidates if c.schedule == "serial:collective")
     assert serial.queued == pytest.approx(1e-3 + 2e-3)
     blocks = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
@@ -200,7 +198,7 @@ for rows, n, k in (([8192] * 4, 2048, 8192), ([2048] * 4, 3584, 4096), ([7, 900,
 
 
 @pytest.mark.slow
-def test_every_process_decides_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_process_decides_alike(capsys: Capture) -> None:
     """This process, and a process with another hash seed."""
     env = {**os.environ, "PYTHONHASHSEED": "77"}
     command = [sys.executable, "-c", _ASK]
@@ -258,16 +256,12 @@ def test_options_and_explain_refuse_invalid_arguments() -> None:
             ficco.explain(**{**sizes, **invalid})
 
 
-# The command line.
-
 SIZES = ["--m", "8192", "--n", "3584", "--k", "4096", "--machine", "h200-4"]
 GATHER = "all_gather_matmul"
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_every_operator_is_explained_planned_and_simulated(
-    operator: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_operator_is_explained_planned_and_simulated(operator: str, capsys: Capture) -> None:
     def output(*command: str) -> str:
         assert cli.run([*command, "--operator", operator]) == 0
         return capsys.readouterr().out
@@ -297,7 +291,7 @@ def test_every_operator_is_explained_planned_and_simulated(
     assert (first["n"], first["k"]) == ((4096, 1024) if sends else (1024, 4096))
 
 
-def test_explain_takes_rows_as_the_operators_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_takes_rows_as_the_operators_do(capsys: Capture) -> None:
     sizes = {"n": 64, "k": 32, "world": 2, "machine": MACHINE}
     table, text = [[1, 2], [3, 4]], "1,2;3,4"
     for operator, m, rows, argument in (
@@ -329,7 +323,7 @@ def test_explain_takes_rows_as_the_operators_do(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.slow
 def test_the_command_measures_what_it_predicts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     schedules = [Schedule.parse(name) for name in ("serial:collective", "serial", "growing")]
     monkeypatch.setattr(families, "candidates", lambda *_: tuple(schedules))
@@ -346,7 +340,7 @@ def test_the_command_measures_what_it_predicts(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_refuses_invalid_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_invalid_arguments(capsys: Capture) -> None:
     two = ["--world", "2"]
     for arguments, message in (
         (["--schedule", "ring"], "operators that sum"),
@@ -363,9 +357,7 @@ def test_the_command_refuses_invalid_arguments(capsys: pytest.CaptureFixture[str
         assert message in capsys.readouterr().err
 
 
-def test_the_machine_gives_the_default_number_of_ranks(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_machine_gives_the_default_number_of_ranks(capsys: Capture, monkeypatch: Patch) -> None:
     host = Fingerprint("nvidia h200", 2)
     facts = where(None, None, host)
     assert facts.machine is not None and (facts.machine.name, facts.world) == ("h200-2", 2)
@@ -381,9 +373,7 @@ def test_the_machine_gives_the_default_number_of_ranks(
     assert "--world: required" in message and "--machine" in message
 
 
-def test_simulate_explain_and_plan_rescale_a_machine_alike(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_explain_and_plan_rescale_a_machine_alike(tmp_path: Path, capsys: Capture) -> None:
     sizes = ["--m", "512", "--n", "64", "--k", "64"]
 
     def simulated(world: int) -> dict[str, Any]:
@@ -406,9 +396,7 @@ def test_simulate_explain_and_plan_rescale_a_machine_alike(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_narrow_table_leaves_out_columns_but_no_names(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_narrow_table_leaves_out_columns_not_names(capsys: Capture, monkeypatch: Patch) -> None:
     decision = ficco.explain(GATHER, m=8192, n=3584, k=4096, world=4, machine="h200-4")
     for width in (60, 120):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -430,14 +418,13 @@ def test_a_narrow_table_leaves_out_columns_but_no_names(
         assert ("left out" in lines[-1]) == (width < 120)
 
 
-def test_a_problem_that_exceeds_memory_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_that_exceeds_memory_is_reported(capsys: Capture) -> None:
     sizes = ["--m", "8388608", "--n", "8192", "--k", "32768", "--machine", "h200-4"]
     # 128 GiB of A, 0.5 GiB of B, 128 GiB of the product, and three shards of peers.
     for command in (["explain", "--schedule", "growing"], ["plan", "growing", "--world", "4"]):
         assert cli.run([*command, *sizes]) == 0
-        assert "would hold 640 GiB with operands and product, h200-4 has 140 GiB" in (
-            capsys.readouterr().out
-        )
+        text = capsys.readouterr().out
+        assert "would hold 640 GiB with operands and product, h200-4 has 140 GiB" in text
 
 
 OFFERS = ("dma", "kernel")
@@ -508,9 +495,6 @@ def test_the_model_takes_gated_tiles_if_they_were_measured() -> None:
     assert decide(short, machine=slow).schedule == library.schedule
 
 
-# On ranks.
-
-
 @on_ranks(2)
 def test_calls_with_different_machines_decide_separately(at: Rank, tmp_path: Path) -> None:
     """A repeated call with the same machine is the same kind of call."""
@@ -532,9 +516,7 @@ def test_calls_with_different_machines_decide_separately(at: Rank, tmp_path: Pat
 
 
 @on_ranks(2)
-def test_ranks_with_different_machine_files_raise_before_they_enqueue(
-    at: Rank, tmp_path: Path
-) -> None:
+def test_ranks_with_other_machine_files_raise_before_they_enqueue(at: Rank, tmp_path: Path) -> None:
     machine = replace(MACHINE, ranks=2)
     changed = replace(machine, margin=0.5)
     path = str(tmp_path / f"{at.rank}.yaml")
@@ -562,9 +544,7 @@ def test_ranks_with_different_machine_files_raise_before_they_enqueue(
 
 # Unequal rows: all ranks are simulated, so only a few schedules are.
 
-UNEQUAL = Problem(
-    "all_gather_matmul", (700, 900, 1100, 1300, 1000, 1000, 900, 1100), 1024, 2048, "bfloat16"
-)
+UNEQUAL = Problem(GATHER, (700, 900, 1100, 1300, 1000, 1000, 900, 1100), 1024, 2048, "bfloat16")
 
 
 class _Spy:
@@ -631,7 +611,7 @@ def test_unequal_rows_become_as_many_equal_ones(operator: str) -> None:
     [("h200-2", 8192, 4096, 2048), ("h200-4", 4096, 2048, 8192), ("mi300x-8", 4096, 2048, 0)],
 )
 def test_vllm_keeps_batches_without_hidden_communication(
-    monkeypatch: pytest.MonkeyPatch, machine: str, n: int, k: int, fewest: int
+    monkeypatch: Patch, machine: str, n: int, k: int, fewest: int
 ) -> None:
     monkeypatch.setenv("FICCO_MACHINE", machine)
     sizes, rows_of = (int(machine[-1]), n, k, torch.bfloat16), _fewest_rows.__wrapped__

@@ -126,9 +126,7 @@ def test_auto_takes_a_schedule_that_was_measured_to_be_fast(machine: str) -> Non
         assert str(decision.schedule) in fast, decision.reason
 
 
-def test_auto_takes_the_first_of_equal_predictions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_takes_the_first_of_equal_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = find("h100-8", None)
     problem = layer(capacity=5120, k=4096, h=14336, n=4096)
     seconds = seconds_of(problem, machine=machine)
@@ -142,9 +140,7 @@ def test_auto_takes_the_first_of_equal_predictions(
         assert ("; the first of those within" in decision.reason) == (expected == second)
 
 
-def test_auto_is_serial_if_the_predicted_gain_is_small(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_is_serial_if_the_predicted_gain_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     decision = ficco.explain("experts", machine="h200-4", capacity=1280, **(SIZES | {"h": 57344}))
     assert str(decision.schedule) == "serial"
     assert "less than the margin of 2%" in decision.reason
@@ -204,9 +200,7 @@ def test_unsupported_schedules_and_layers_are_refused() -> None:
             planned(layer(), name)
     with pytest.raises(ValueError, match=fits):
         planned(layer(), "serial:collective")
-    sizes = (
-        {name: value} for name, value in (("capacity", 0), ("experts", 0), ("k", -1), ("h", -1))
-    )
+    sizes = {"capacity": 0}, {"experts": 0}, {"k": -1}, {"h": -1}
     names = {"operator": "expert"}, {"function": "tanh"}, {"function": ""}
     for invalid in (*sizes, *names):
         with pytest.raises(ValueError, match="required"):

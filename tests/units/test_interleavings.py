@@ -79,10 +79,9 @@ class Rank:
                 self.memory[buffer.name] = self.garbage(self.plan.shape(buffer.name))
         self.done: set[int] = set()
         lanes = {step.lane: 0 if one_queue else lane for lane, step in enumerate(self.plan.steps)}
-        self.queues = [
-            [i for i, step in enumerate(self.plan.steps) if lanes[step.lane] == lane]
-            for lane in set(lanes.values())
-        ]
+        steps = [*enumerate(self.plan.steps)]
+        each = set(lanes.values())
+        self.queues = [[i for i, step in steps if lanes[step.lane] == lane] for lane in each]
         self.running: list[Iterator[bool]] = [iter(()) for _ in self.queues]
 
     def end(self, inputs: Inputs) -> None:
@@ -101,9 +100,7 @@ class World:
 
     def __init__(self, calls: list[list[Plan]], seed: int) -> None:
         self.rng = random.Random(seed)
-        self.ranks = [
-            Rank(list(plans), seed + i) for i, plans in enumerate(zip(*calls, strict=True))
-        ]
+        self.ranks = [Rank(list(each), seed + i) for i, each in enumerate(zip(*calls, strict=True))]
         values = np.random.default_rng(seed)
         self.inputs = [Inputs(plans[0].problem, values) for plans in calls]
 

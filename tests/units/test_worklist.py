@@ -123,9 +123,8 @@ def spans(rng: random.Random, rows: tuple[int, ...], count: int) -> tuple[tuple[
         ends = sorted({0, height, *(rng.randint(0, height) for _ in range(count))})
         pieces += [RowSpan(product, *pair) for pair in zip(ends[:-1], ends[1:], strict=True)]
     rng.shuffle(pieces)
-    return tuple(
-        tuple(pieces[index :: count + 1]) for index in range(count) if pieces[index :: count + 1]
-    )
+    parts = (tuple(pieces[index :: count + 1]) for index in range(count))
+    return tuple(filter(None, parts))
 
 
 def random_work(rng: random.Random) -> Work:
@@ -151,8 +150,7 @@ def test_lists_are_complete_and_exact(tiling: Tiling, cut: Cut) -> None:
 
 
 def test_the_order_of_rows() -> None:
-    """Rows without gates come first, then the gates in order. Announced rows come in the order of
-    announcements, and the other rows last."""
+    """Rows without gates come first, then gates in order; announced rows in order, others last."""
     places = (512, 0, 768), (512, 0)
     gates, announces = (tuple((RowSpan(0, at, at + 256),) for at in rows) for rows in places)
     for work, order, targets in (
@@ -204,9 +202,8 @@ def test_predictions() -> None:
     assert halves.seconds == pytest.approx(COSTS.call + half, abs=COSTS.write)
     hot = replace(COSTS, slowdown=0.1, settles=1e-9)
     share = tile / (BEGIN * COSTS.call + tile)
-    assert listed(work, tiling, Cut.NONE, 4, hot).seconds == pytest.approx(
-        base.seconds + 0.1 * share**2 * tile, rel=1e-6
-    )
+    slower = base.seconds + 0.1 * share**2 * tile
+    assert listed(work, tiling, Cut.NONE, 4, hot).seconds == pytest.approx(slower, rel=1e-6)
     assert listed(late, tiling, Cut.NONE, 4, hot).seconds < 1.001 * waited.seconds
     fetched = replace(COSTS, fetch=2e-3)
     assert listed(late, tiling, Cut.NONE, 4, fetched).seconds == pytest.approx(4e-3, rel=1e-2)
@@ -237,8 +234,7 @@ def test_pieces_of_all_tiles_begin_at_the_same_k() -> None:
 
 
 def test_clusters_that_are_free_early_take_more_of_a_tile() -> None:
-    """Clusters that are idle until rows arrive compute the longest piece of each tile of these
-    rows."""
+    """Clusters that wait for rows compute the longest piece of each tile of these rows."""
     gates = ((RowSpan(0, 128, 256),),)
     work = Work((256,), 2048, 16384, gates, opens=(100e-6,))
     tiles = listed(work, TILINGS[0], Cut.LAST, 24, COSTS)
