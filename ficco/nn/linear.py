@@ -523,8 +523,8 @@ def gather_once(
     Equals ``tuple(layer(x) for layer in layers)``, with the shapes of
     :class:`ColumnParallelLinear`, but is one :func:`ficco.all_gather_matmul` with the layers'
     weights concatenated. The weights are joined anew in each forward and backward; no joined copy
-    is kept. With a recipe they are cast as one. The first layer's schedule is used. The outputs have
-    one backward: differentiate them together, or pass ``retain_graph``.
+    is kept. With a recipe they are cast as one. The first layer's schedule is used. The outputs
+    have one backward: differentiate them together, or pass ``retain_graph``.
 
     Layers with hooks, and subclasses that override ``forward``, are called. A layer whose weight
     may be set when it is called (forward pre-hooks, as of FSDP2 and pruning, parametrizations,

@@ -89,7 +89,9 @@ class Workspace:
     calls = 7
     thread = 0
 
-    def __init__(self, running: int, ending: bool, error: Any, schedule: str = "growing") -> None:
+    def __init__(
+        self, running: int, ending: bool, error: RankMismatch | None, schedule: str = "growing"
+    ) -> None:
         problem = Problem("all_gather_matmul", (8,) * 4, 8, 8, "bfloat16")
         program = Program(plan(problem, NAMED[schedule], 0), None, [])
         self.slots = [Slot(None, programs={7: program})]  # type: ignore[call-arg]
@@ -100,8 +102,7 @@ class Workspace:
         self.error = error
 
 
-Capture, Log, Patch = pytest.CaptureFixture[str], pytest.LogCaptureFixture, pytest.MonkeyPatch
-Codes, Watch = list[int], Callable[..., Workspace]
+Watch = Callable[..., Workspace]
 Block = Callable[..., threading.Event]
 
 
@@ -125,7 +126,7 @@ def watch() -> Iterator[Watch]:
 
 
 @pytest.fixture
-def ended(monkeypatch: Patch) -> list[int]:
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Exit codes passed to ``os._exit``, which does nothing. Request it before ``watch``."""
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
@@ -148,11 +149,13 @@ def soon(condition: Callable[[], object]) -> bool:
     return bool(condition())
 
 
-@pytest.mark.parametrize(("rank", "remote"), [(1, False), (2, False), (1, True)])
-def test_the_end_of_an_awaited_process_is_reported(watch: Watch, rank: int, remote: bool) -> None:
+@pytest.mark.parametrize(("rank", "on_another_host"), [(1, False), (2, False), (1, True)])
+def test_the_end_of_an_awaited_process_is_reported_at_once(
+    watch: Watch, rank: int, on_another_host: bool
+) -> None:
     workspace = watch(timeout_s=20)
     # The end of a process on another host shows in its connection.
-    (workspace.engine.lost if remote else workspace.board.ended_ranks).add(rank)
+    (workspace.engine.lost if on_another_host else workspace.board.ended_ranks).add(rank)
     waited = until(workspace, 4 * ENDED_S)
     error = workspace.error
     if rank == 2:  # the first missing signal is of a rank that still runs
@@ -165,7 +168,7 @@ def test_the_end_of_an_awaited_process_is_reported(watch: Watch, rank: int, remo
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("schedule", "stopped", "peer", "wanted", "step"),
     [
         ("growing", [], 1, 1, STEP),
         ("tiled", [], 1, 1, "all 8:16 (matmul on compute0)"),
@@ -176,8 +179,15 @@ def test_the_end_of_an_awaited_process_is_reported(watch: Watch, rank: int, remo
         ("unknown", [], None, None, "unknown"),
     ],
 )
-def test_a_stuck_call_is_named_and_released(watch: Watch, capfd: Capture, case: Any) -> None:
-    schedule, stopped, peer, wanted, step = case  # rows by the schedule and the silent ranks
+def test_a_stuck_call_is_named_and_released(
+    watch: Watch,
+    capfd: pytest.CaptureFixture[str],
+    schedule: str,
+    stopped: list[int],
+    peer: int | None,
+    wanted: int | None,
+    step: str,
+) -> None:
     workspace = watch(schedule="growing" if schedule == "unknown" else schedule)
     workspace.board.stopped = stopped
     if schedule == "unknown":
@@ -194,7 +204,11 @@ def test_a_stuck_call_is_named_and_released(watch: Watch, capfd: Capture, case: 
     assert str(error) in capfd.readouterr().err
 
 
-def test_a_long_call_is_logged_while_it_runs(watch: Watch, monkeypatch: Patch, caplog: Log) -> None:
+def test_a_long_call_is_logged_while_it_runs(
+    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     monkeypatch.setattr(patience, "WARN_AFTER_S", 2 * PERIOD_S)
     with caplog.at_level("WARNING", "ficco"):
         workspace = watch(timeout_s=60)
@@ -213,7 +227,9 @@ def test_a_long_call_is_logged_while_it_runs(watch: Watch, monkeypatch: Patch, c
 
 
 @pytest.mark.parametrize(("running", "ending"), [(0, False), (7, True)])
-def test_idle_slots_and_ending_calls_are_no_fault(watch: Watch, running: int, ending: bool) -> None:
+def test_idle_slots_and_ending_calls_raise_nothing(
+    watch: Watch, running: int, ending: bool
+) -> None:
     """The watchdog reports no error, even if a process has ended."""
     workspace = watch(running, ending)
     workspace.board.ended_ranks.add(1)
@@ -221,7 +237,9 @@ def test_idle_slots_and_ending_calls_are_no_fault(watch: Watch, running: int, en
     assert until(workspace, longest) >= longest
 
 
-def test_a_device_that_returns_errors_ends_no_process(ended: Codes, watch: Watch) -> None:
+def test_a_device_that_returns_errors_does_not_end_the_process(
+    ended: list[int], watch: Watch
+) -> None:
     """The caller already has the error."""
     workspace = watch()
 
@@ -255,7 +273,10 @@ def test_a_mismatch_and_an_interrupted_call_are_handled_while_nothing_runs(watch
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_an_error_that_the_caller_has_ends_no_process(
-    ends: bool, ended: Codes, monkeypatch: Patch, capfd: Capture
+    ends: bool,
+    ended: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("ficco.runtime.watchdog.SETTLE_S", 20.0 if ends else 4 * PERIOD_S)
     workspace = Workspace(7, False, RankMismatch({0: "broken off", 1: "that"}))
@@ -271,7 +292,9 @@ def test_an_error_that_the_caller_has_ends_no_process(
     assert not ended and capfd.readouterr().err == "" and workspace.error is error
 
 
-def test_a_watchdog_that_fails_reports_it_and_ends_the_calls(watch: Watch, capfd: Capture) -> None:
+def test_a_watchdog_that_fails_reports_it_and_ends_the_calls(
+    watch: Watch, capfd: pytest.CaptureFixture[str]
+) -> None:
     workspace = watch()
 
     def unforeseen(slot: Slot) -> None:
@@ -285,7 +308,7 @@ def test_a_watchdog_that_fails_reports_it_and_ends_the_calls(watch: Watch, capfd
 
 
 def test_streams_that_cannot_be_freed_or_an_abort_end_the_process(
-    ended: Codes, watch: Watch, capfd: Capture
+    ended: list[int], watch: Watch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     workspace = watch()
 
@@ -310,7 +333,7 @@ SHORT_S = {"ANSWER_S": 4 * PERIOD_S, "RELEASE_S": 8 * PERIOD_S, "CLOSE_S": PERIO
 
 
 @pytest.fixture
-def block(ended: Codes, monkeypatch: Patch, watch: Watch) -> Iterator[Block]:
+def block(ended: list[int], monkeypatch: pytest.MonkeyPatch, watch: Watch) -> Iterator[Block]:
     """Lets methods of an engine block until the process would end, or until the event is set."""
     free = threading.Event()
     for name, seconds in SHORT_S.items():
@@ -331,12 +354,18 @@ def block(ended: Codes, monkeypatch: Patch, watch: Watch) -> Iterator[Block]:
 
 
 @pytest.mark.parametrize("first", ["pulse", "missing"])
-@pytest.mark.parametrize("case", [([1], [2], 1), ([], [2], 2), ([], [], None)])
+@pytest.mark.parametrize(("gone", "silent", "peer"), [([1], [2], 1), ([], [2], 2), ([], [], None)])
 def test_a_driver_that_does_not_answer_hides_no_stuck_call(
-    first: str, case: Any, ended: Codes, watch: Watch, block: Block, capfd: Capture
+    first: str,
+    gone: list[int],
+    silent: list[int],
+    peer: int | None,
+    ended: list[int],
+    watch: Watch,
+    block: Block,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The error comes first, then the end of the process, whose streams cannot be freed."""
-    gone, silent, peer = case
     workspace = watch(running=0, timeout_s=3600 if gone else TIMEOUT_S)
     workspace.board.ended_ranks, workspace.board.stopped = set(gone), silent
     block(workspace, *(("pulse", "missing") if first == "pulse" else ("missing",)), "release")
@@ -355,7 +384,11 @@ def test_a_driver_that_does_not_answer_hides_no_stuck_call(
 
 @pytest.mark.parametrize("first", ["pulse", "missing"])
 def test_a_driver_that_does_not_answer_stops_neither_warnings_nor_mismatches(
-    first: str, watch: Watch, block: Block, monkeypatch: Patch, caplog: Log
+    first: str,
+    watch: Watch,
+    block: Block,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(patience, "WARN_AFTER_S", 2 * PERIOD_S)
     workspace = watch(timeout_s=3600)
@@ -369,7 +402,7 @@ def test_a_driver_that_does_not_answer_stops_neither_warnings_nor_mismatches(
 
 
 def test_a_driver_that_answers_late_ends_nothing(
-    ended: Codes, monkeypatch: Patch, watch: Watch, block: Block
+    ended: list[int], monkeypatch: pytest.MonkeyPatch, watch: Watch, block: Block
 ) -> None:
     """Rank 2 has ended, and the call waits for rank 1."""
     monkeypatch.setattr("ficco.runtime.watchdog.ANSWER_S", 60.0)
@@ -381,8 +414,9 @@ def test_a_driver_that_answers_late_ends_nothing(
     assert until(workspace, 2 * ENDED_S) >= 2 * ENDED_S and not ended
 
 
-def test_a_driver_that_had_no_time_to_answer_ends_nothing(ended: Codes, watch: Watch) -> None:
-    """The process stands still with the GIL held. Only the driver knows that the call ended."""
+def test_a_driver_that_had_no_time_to_answer_ends_nothing(ended: list[int], watch: Watch) -> None:
+    """The process stands still, with the interpreter lock, for longer than all limits. The call
+    ends meanwhile, which only the driver knows."""
     workspace = watch(running=0, timeout_s=ANSWER_S)
     stand_still, pulse = ctypes.PyDLL(None).usleep, workspace.engine.pulse
     workspace.engine.begun = lambda slot: (7, False)  # type: ignore[method-assign]
@@ -402,7 +436,9 @@ def test_a_driver_that_had_no_time_to_answer_ends_nothing(ended: Codes, watch: W
 
 
 @pytest.mark.parametrize("failed", [True, False])
-def test_closing_beside_a_silent_driver_ends_all(failed: bool, ended: Codes, block: Block) -> None:
+def test_closing_beside_a_driver_that_does_not_answer_ends_the_process(
+    failed: bool, ended: list[int], block: Block
+) -> None:
     """After an error: closing would wait for the driver. Without one, closing waits."""
     workspace = Workspace(0, False, None)
     block(workspace, "pulse", "idle", "release")
@@ -418,7 +454,7 @@ def test_closing_beside_a_silent_driver_ends_all(failed: bool, ended: Codes, blo
 
 @pytest.mark.parametrize("running", [7, 0])
 def test_later_calls_that_cannot_be_freed_end_the_process(
-    running: int, ended: Codes, watch: Watch, block: Block
+    running: int, ended: list[int], watch: Watch, block: Block
 ) -> None:
     """The first release frees the streams. Later calls get stuck while the driver is blocked."""
     workspace = watch()
@@ -432,7 +468,9 @@ def test_later_calls_that_cannot_be_freed_end_the_process(
         assert not ended
 
 
-def test_slow_streams_end_no_process(ended: Codes, monkeypatch: Patch, watch: Watch) -> None:
+def test_streams_that_take_long_beside_a_driver_that_answers_end_no_process(
+    ended: list[int], monkeypatch: pytest.MonkeyPatch, watch: Watch
+) -> None:
     """The caller has the error, and work of its own may come first on its streams."""
     monkeypatch.setattr("ficco.runtime.watchdog.RELEASE_S", 2 * PERIOD_S)
     workspace, waits = watch(), list[float]()

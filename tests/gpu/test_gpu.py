@@ -45,7 +45,7 @@ from test_all_gather_matmul import (  # noqa: F401  collected here, on GPUs
     test_float_error_is_that_of_a_plain_product,
     test_layouts_of_a,
 )
-from test_faults import assert_unusable, everyone, timed
+from test_faults import assert_unusable, timed
 from test_operators import (  # noqa: F401  likewise
     all_exact,
     test_an_all_reduce_is_equal_on_all_ranks_to_the_last_bit,
@@ -69,7 +69,8 @@ MILLISECOND = 1_800_000
 POOLED = 32
 #: Timeout of calls in the tests of faults, in seconds.
 PATIENCE_S = 3.0
-#: Limit on the seconds from the timeout to the error: the watchdog's period, and freeing streams.
+#: Limit on the seconds from the timeout to the error: a period of the watchdog, and freeing the
+#: streams.
 SLACK_S = 6.0
 #: Settings of new processes for two threads that each have a group. With lazy loading, CUDA waits
 #: for the device before it loads a kernel, and two ranks that do so deadlock.
@@ -85,6 +86,10 @@ def on_hopper_only(*parameters: Any) -> list[Any]:
     return [pytest.param(parameter, marks=hopper) for parameter in parameters]
 
 
+def everyone(at: Rank) -> Any:
+    return dist.new_group(list(range(at.world)))
+
+
 def settle(at: Rank) -> None:
     at.barrier()
     torch.cuda.synchronize()
@@ -93,7 +98,9 @@ def settle(at: Rank) -> None:
 # Exact results that the contract does not cover.
 
 
-def drawn(name: str, world: int, schedules: Any, kinds: Any, **fixed: Any) -> list[Any]:
+def drawn(
+    name: str, world: int, schedules: Sequence[str], kinds: Sequence[str], **fixed: Any
+) -> list[tuple[str, subjects.Case]]:
     """Return a case of a subject for each schedule. All other fields are random."""
     subject, chance = SUBJECTS[name], random.Random(f"{name} {world}")
     cases = []
@@ -112,13 +119,17 @@ def on_device(at: Rank, name: str, case: subjects.Case, iteration: int) -> list[
     return operands + [x.to(at.device) for x in subject.constants(case, at.rank, iteration)]
 
 
-def called(name: str, case: subjects.Case, tensors: Any, group: Any = None) -> list[torch.Tensor]:
+def called(
+    name: str, case: subjects.Case, tensors: Sequence[torch.Tensor], group: Any = None
+) -> list[torch.Tensor]:
     subject, count = SUBJECTS[name], len(SUBJECTS[name].operands)
     operands = subject.laid_out(case, list(tensors[:count]))
     return subject.call(case, operands, list(tensors[count:]), group=group)
 
 
-def right(at: Rank, name: str, case: subjects.Case, iteration: int, results: Any) -> None:
+def right(
+    at: Rank, name: str, case: subjects.Case, iteration: int, results: Sequence[torch.Tensor]
+) -> None:
     subject = SUBJECTS[name]
     operands = [subject.make(case, rank, iteration) for rank in range(at.world)]
     wanted = subject.together(case, operands, iteration)[at.rank]
@@ -146,6 +157,9 @@ def test_tiled_operators_are_exact(world: int) -> None:
             cases += drawn(name, world, schedules, kinds, **fixed)
     cases += cases[::-1]
     assert run(world, all_exact, cases, device="cuda") == [len(cases)] * world
+
+
+# Refusals.
 
 
 @pytest.mark.gpu
@@ -191,6 +205,33 @@ def recorded(group: Any) -> int:
     return sum(len(workspace.engine.replayed) for workspace in workspaces(group))
 
 
+def _recorded_calls(at: Rank, schedule: str, a: str) -> tuple[int, int]:
+    group = everyone(at)
+    case = equal(at.world, 48, 64, 40, dtype="bfloat16", schedule=schedule, a=a, gathered=True)
+    with ficco.options(replay=False):
+        with torch.inference_mode():  # records nothing
+            for iteration in range(3):
+                exact(at, case.on(a="plain"), iteration, group)
+        resident = Resident(at, case, group)
+        for iteration in range(6):
+            resident.exact(iteration)
+    before = recorded(group)
+    other = equal(at.world, 31, 24, 8, dtype="float16", schedule="hetero-fused-1d:pieces=3")
+    for iteration in range(30):
+        resident.exact(10 + iteration)
+        if iteration % 7 == 3:
+            exact(at, other, iteration, group)
+    bigger = equal(at.world, 4096, 128, 8, dtype="bfloat16", schedule=schedule)
+    exact(at, bigger, 1, group)
+    exact(at, bigger, 2, group)  # both slots have grown: recordings are dropped
+    for iteration in range(12):
+        resident.exact(100 + iteration)
+    after = recorded(group)
+    del resident
+    leave(group)
+    return before, after
+
+
 @pytest.mark.parametrize(
     ("schedule", "a", "fewest"),
     [
@@ -207,31 +248,9 @@ def recorded(group: Any) -> int:
         pytest.param("tiled:pull", "plain", 0, marks=hopper),
     ],
 )
-@on_ranks(2)
-def test_recorded_calls(at: Rank, schedule: str, a: str, fewest: int) -> None:
-    group = everyone(at)
-    case = equal(at.world, 48, 64, 40, dtype="bfloat16", schedule=schedule, a=a, gathered=True)
-    with ficco.options(replay=False):
-        with torch.inference_mode():  # records nothing
-            for iteration in range(3):
-                exact(at, case.on(a="plain"), iteration, group)
-        resident = Resident(at, case, group)
-        for iteration in range(6):
-            resident.exact(iteration)
-    assert recorded(group) == 0
-    other = equal(at.world, 31, 24, 8, dtype="float16", schedule="hetero-fused-1d:pieces=3")
-    for iteration in range(30):
-        resident.exact(10 + iteration)
-        if iteration % 7 == 3:
-            exact(at, other, iteration, group)
-    bigger = equal(at.world, 4096, 128, 8, dtype="bfloat16", schedule=schedule)
-    exact(at, bigger, 1, group)
-    exact(at, bigger, 2, group)  # both slots have grown: recordings are dropped
-    for iteration in range(12):
-        resident.exact(100 + iteration)
-    assert recorded(group) >= fewest
-    del resident
-    leave(group)
+def test_recorded_calls(schedule: str, a: str, fewest: int) -> None:
+    for before, after in run(2, _recorded_calls, schedule, a, device="cuda"):
+        assert before == 0 and after >= fewest
 
 
 @on_ranks(2)
@@ -253,10 +272,20 @@ def test_recorded_calls_follow_the_settings_of_products(at: Rank) -> None:
     assert all(same[False]) and not any(same[True])
 
 
+# Graphs.
+
 GRAPHED = (
-    *("serial", "serial:collective", "growing", "shrinking:pull", "shard-overlap:copy=2,compute=2"),
-    *("hetero-fused-1d:pieces=4", "uniform-unfused-1d:pull,copy=2", "hetero-fused-2d:pieces=4"),
-    *("uniform-unfused-2d:compute=2", "serial:kernel", "hetero-fused-1d:pieces=2,kernel"),
+    "serial",
+    "serial:collective",
+    "growing",
+    "shrinking:pull",
+    "shard-overlap:copy=2,compute=2",
+    "hetero-fused-1d:pieces=4",
+    "uniform-unfused-1d:pull,copy=2",
+    "hetero-fused-2d:pieces=4",
+    "uniform-unfused-2d:compute=2",
+    "serial:kernel",
+    "hetero-fused-1d:pieces=2,kernel",
 )
 
 
@@ -294,7 +323,8 @@ class Graphed(Resident):
 
 
 def in_one_graph(at: Rank, cases: Sequence[tuple[str, subjects.Case]], group: Any = None) -> None:
-    """Capture more calls than slots. Replay them with other operands, between eager calls."""
+    """Capture more calls than there are slots in one graph. Replay it with other operands, between
+    eager calls, which ficco records."""
 
     assert len(cases) > SLOTS
     contents = [[on_device(at, *case, iteration) for case in cases] for iteration in range(20)]
@@ -322,7 +352,9 @@ def in_one_graph(at: Rank, cases: Sequence[tuple[str, subjects.Case]], group: An
             right(at, *cases[i], iteration, tensors)
 
 
-def alike(name: str, world: int, schedules: Sequence[str], **fixed: Any) -> list[Any]:
+def alike(
+    name: str, world: int, schedules: Sequence[str], **fixed: Any
+) -> list[tuple[str, subjects.Case]]:
     """Return cases that graphs can capture: equal rows, contiguous operands; GEMMs in bfloat16."""
     if name in OPERATORS:
         fixed = {"sizes": (64, 96), "dtype": "bfloat16", **fixed}
@@ -357,8 +389,12 @@ def test_sums_in_one_graph(world: int, operator: str, schedule: str) -> None:
 def test_two_shots_in_one_graph(world: int, sizes: tuple[int, int]) -> None:
     """Sums in one share and in several, and rows of 97 elements, which no launch exchanges."""
     names = ["two-shot", "one-shot", "two-shot", "two-shot:pieces=3", "two-shot"]
-    cases = alike("matmul_all_reduce", world, names, sizes=sizes)
-    run(world, first_in_a_graph, cases, device="cuda")
+    run(
+        world,
+        first_in_a_graph,
+        alike("matmul_all_reduce", world, names, sizes=sizes),
+        device="cuda",
+    )
 
 
 @ranks(2, 4)
@@ -380,17 +416,9 @@ def test_tiled_calls_captured_on_every_stream(at: Rank) -> None:
     leave(group)
 
 
-@pytest.mark.parametrize(
-    ("schedules", "in_order"),
-    [
-        (("hetero-fused-1d:pieces=4", "shrinking:pull"), True),
-        pytest.param(TILED[:2], False, marks=hopper),
-    ],
-)
-@ranks(2, 4)
-@on_ranks()
-def test_graphs_of_two_groups(at: Rank, schedules: Sequence[str], in_order: bool) -> None:
-    """Replay graphs of two groups: in one order with eager calls, or in an order for each rank."""
+def _two_groups(at: Rank, schedules: Sequence[str], in_order: bool) -> None:
+    """Replay graphs of two groups on two streams: in one order with eager calls, or without, in an
+    order that differs between ranks."""
     local, case = random.Random(at.rank), equal(at.world, 512, 2048, 512, dtype="bfloat16")
     cases = [case.on(schedule=name) for name in schedules]
     groups = [everyone(at) for _ in cases]
@@ -416,8 +444,22 @@ def test_graphs_of_two_groups(at: Rank, schedules: Sequence[str], in_order: bool
     leave(*groups)
 
 
+def test_two_groups_on_two_streams() -> None:
+    run(2, _two_groups, ("hetero-fused-1d:pieces=4", "shrinking:pull"), True, device="cuda")
+
+
+@hopper
+@ranks(2, 4)
+def test_graphs_of_two_groups_in_any_order(world: int) -> None:
+    run(world, _two_groups, TILED[:2], False, device="cuda")
+
+
+# Streams and lifetimes.
+
+
 def _growth_beside_recordings(at: Rank) -> None:
-    """One thread's calls are recorded, while growing calls of another thread free memory."""
+    """One thread's calls are recorded, while growing calls of another thread free memory after they
+    wait for the device."""
     from ficco.dma import memories
 
     groups = [everyone(at) for _ in range(2)]
@@ -478,7 +520,16 @@ def test_operands_freed_right_after_the_call(at: Rank, schedule: str, layout: st
         verify(case, results, sample, f"rank {at.rank}, iteration {iteration}:")
 
 
-def jittered(at: Rank, seed: int, calls: int, kinds: Sequence[Any], once: Any) -> int:
+# Jitter.
+
+
+def jittered(
+    at: Rank,
+    seed: int,
+    calls: int,
+    kinds: Sequence[Any],
+    once: Callable[[int, Any], tuple[torch.Tensor, torch.Tensor]],
+) -> int:
     """Run calls of ``kinds`` on three streams, with ranks out of step. ``once`` takes the number
     and the kind of a call, and returns its result and the right one. The GPU compares the results
     after six later calls. Graphs and resident calls stay on one stream."""
@@ -519,7 +570,9 @@ def jittered(at: Rank, seed: int, calls: int, kinds: Sequence[Any], once: Any) -
     return calls
 
 
-def known(at: Rank, name: str, case: subjects.Case, iteration: int, backward: bool = False) -> Any:
+def known(
+    at: Rank, name: str, case: subjects.Case, iteration: int, backward: bool = False
+) -> tuple[Any, ...]:
     """Return a kind of calls for :func:`once_known`: subject, case, operands, gradients of the
     results if ``backward``, and the right results or gradients as one flat tensor."""
     leaves, results, grads = reference(SUBJECTS[name], case, at.world, iteration)
@@ -548,8 +601,11 @@ def _jitter(at: Rank, seed: int, calls: int, tiled: Sequence[str] = (), group: A
     chance = random.Random(seed)
     kinds = [random_case(chance, at.world, "cuda") for _ in range(20)]
     kinds += [equal(at.world, 64, 80, 48, dtype="bfloat16", schedule=name) for name in GRAPHED]
-    small = [equal(at.world, rows, 64, 48, dtype="float16") for rows in (24, 200, 1024)]
-    kinds += [case.on(schedule=name) for name in tiled for case in small]
+    kinds += [
+        equal(at.world, rows, 64, 48, dtype="float16", schedule=name)
+        for name in tiled
+        for rows in (24, 200, 1024)
+    ]
     # The gathered A is checked elsewhere; one result per call keeps this simple.
     kinds = [case.on(gathered=False) for case in kinds]
 
@@ -578,14 +634,20 @@ def _jitter(at: Rank, seed: int, calls: int, tiled: Sequence[str] = (), group: A
     return jittered(at, seed, calls, [*kinds, *graphs, *residents], once)
 
 
-KINDS = pytest.mark.parametrize("tiled", [(), *on_hopper_only(TILED)], ids=["library", "tiled"])
-
-
-@KINDS
 @ranks(2, 4, 8)
-def test_jittered_calls_and_replays(world: int, tiled: Sequence[str]) -> None:
+def test_jittered_calls_and_replays(world: int) -> None:
     calls = 2000 if world == 4 else 500
-    assert run(world, _jitter, world, calls, tiled, device="cuda") == [calls] * world
+    assert run(world, _jitter, world, calls, device="cuda") == [calls] * world
+
+
+@hopper
+@ranks(2, 4)
+def test_jittered_tiled_calls(world: int) -> None:
+    calls = 2000 if world == 4 else 500
+    assert run(world, _jitter, world, calls, TILED, device="cuda") == [calls] * world
+
+
+# Queues and signals.
 
 
 def _everything(at: Rank, signals: str, tiled: Sequence[str] = ()) -> None:
@@ -604,7 +666,7 @@ def _everything(at: Rank, signals: str, tiled: Sequence[str] = ()) -> None:
     leave(group)
 
 
-@KINDS
+@pytest.mark.parametrize("tiled", [(), *on_hopper_only(TILED)], ids=["library", "tiled"])
 @pytest.mark.parametrize("connections", [1, 8, 32])
 def test_hardware_queues(connections: int, tiled: Sequence[str]) -> None:
     """Streams share hardware queues: with one connection all lanes are one FIFO."""
@@ -616,6 +678,9 @@ def test_hardware_queues(connections: int, tiled: Sequence[str]) -> None:
 @ranks(2, 4, 8)
 def test_signals(world: int, signals: str) -> None:
     run(world, _everything, signals, device="cuda")
+
+
+# Memory.
 
 
 def _peak(at: Rank, schedule: str) -> tuple[int, int]:
@@ -707,7 +772,15 @@ def test_rendezvous_of_pytorch_after_ficco_in_some_ranks(at: Rank) -> None:
     ficco.close()
 
 
-def failed(once: Any, group: Any = None, again: Any = None, close: Any = None) -> dict[str, Any]:
+# Faults.
+
+
+def failed(
+    once: Callable[[], Any],
+    group: Any = None,
+    again: Callable[[], Any] | None = None,
+    close: Callable[[], Any] | None = None,
+) -> dict[str, Any]:
     """Return the outcomes and seconds of a failing call, the next call and the end of the group."""
 
     def first() -> None:
@@ -725,7 +798,8 @@ def assert_in_time(outcome: dict[str, Any]) -> None:
 
 
 def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict[str, Any]:
-    """Return a survivor's :func:`failed` for a call, or a replay, after ``victim`` is killed."""
+    """Return each survivor's :func:`failed` for a call, or a replay of its graph, after ``victim``
+    is killed."""
     sums = schedule.endswith("-shot")
     operator = ficco.matmul_all_reduce if sums else ficco.all_gather_matmul
     a = torch.ones(64, 32, dtype=torch.bfloat16, device=at.device)
@@ -759,10 +833,16 @@ def _casualty(at: Rank, schedule: str, victim: int, how: str, mode: str) -> dict
 
 
 KILLED = (
-    *((0, "growing", how) for how in ("eager", "replay")),
-    *((1, "hetero-fused-1d:pieces=4,pull", how) for how in ("eager", "replay")),
-    *((1, name, "eager") for name in ("serial:kernel", "one-shot", "two-shot")),
-    *((0, name, "replay") for name in ("serial:kernel", "one-shot", "two-shot")),
+    (0, "growing", "eager"),
+    (0, "growing", "replay"),
+    (1, "hetero-fused-1d:pieces=4,pull", "eager"),
+    (1, "hetero-fused-1d:pieces=4,pull", "replay"),
+    (1, "serial:kernel", "eager"),
+    (0, "serial:kernel", "replay"),
+    (1, "one-shot", "eager"),
+    (0, "one-shot", "replay"),
+    (1, "two-shot", "eager"),
+    (0, "two-shot", "replay"),
     # Not by replay: NCCL does not abort a communicator that a graph holds.
     (1, "serial:collective", "eager"),
 )
@@ -849,7 +929,8 @@ def test_rank_that_never_calls(schedule: str, handles: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", ["growing", "serial:kernel", "serial:collective", *on_hopper_only("tiled:pieces=2")]
+    "schedule",
+    ["growing", "serial:kernel", "serial:collective", *on_hopper_only("tiled:pieces=2")],
 )
 @on_ranks(2)
 def test_host_that_runs_ahead_is_no_fault(at: Rank, schedule: str) -> None:
@@ -870,10 +951,7 @@ def test_host_that_runs_ahead_is_no_fault(at: Rank, schedule: str) -> None:
     leave(group)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@on_ranks(2, fresh=True)
-def test_a_rank_without_memory_is_named_at_once(at: Rank, victim: int) -> None:
-    """A rank allocates before it agrees with its peers."""
+def _out_of_memory(at: Rank, victim: int) -> dict[str, Any]:
     group = everyone(at)
     exact(at, equal(at.world, 32, 64, 32, schedule="hetero-fused-1d"), 0, group)
     case = equal(at.world, 1 << 16, 32, 1 << 10, schedule="hetero-fused-1d")
@@ -890,13 +968,23 @@ def test_a_rank_without_memory_is_named_at_once(at: Rank, victim: int) -> None:
     with ficco.options(timeout_s=60, on_timeout="raise"):
         outcome = failed(lambda: call(case, sample.a, sample.b, group), group, close=close)
     exact(at, equal(at.world, 4, 4, 4), 1)  # other groups stay usable
-    first = outcome["first"]
-    assert isinstance(first, Failure), first
-    assert first.type == ("OutOfMemoryError" if at.rank == victim else "RankMismatch"), first
-    assert "OutOfMemoryError" in first.text or at.rank == victim, first
-    assert outcome["waited"] < SLACK_S
-    assert isinstance(outcome["again"], Failure)
-    assert not isinstance(outcome["torn"], Failure) and outcome["teardown"] < SLACK_S
+    return outcome
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_without_memory_is_named_at_once(victim: int) -> None:
+    """A rank allocates before it agrees with its peers."""
+    for rank, outcome in enumerate(run(2, _out_of_memory, victim, device="cuda", fresh=True)):
+        first = outcome["first"]
+        assert isinstance(first, Failure), first
+        assert first.type == ("OutOfMemoryError" if rank == victim else "RankMismatch"), first
+        assert "OutOfMemoryError" in first.text or rank == victim, first
+        assert outcome["waited"] < SLACK_S
+        assert isinstance(outcome["again"], Failure)
+        assert not isinstance(outcome["torn"], Failure) and outcome["teardown"] < SLACK_S
+
+
+# Memory that is shared by handles.
 
 
 @contextlib.contextmanager
@@ -950,7 +1038,8 @@ def test_a_tensor_outlives_its_group(at: Rank) -> None:
 
 
 def _by_handles(at: Rank, ends: bool, work: Callable[..., Any], *args: Any) -> Any:
-    """Share memory by handles. ``ends``: all ranks succeed, and closing frees all memory."""
+    """Run ``work`` with memory that is shared by handles. ``ends``: all ranks succeed, and closing
+    frees all memory."""
     ficco.close()
     settle(at)
     with _handles_everywhere() as live:
@@ -972,6 +1061,8 @@ def test_signals_by_handles(world: int, signals: str) -> None:
 def test_growth_by_handles() -> None:
     run(2, _by_handles, True, _growth_beside_recordings, device="cuda", **EAGER)
 
+
+# The end of a process.
 
 SCRIPT = """
 import os, sys
@@ -1013,13 +1104,20 @@ elif how == "in-flight" and rank == 0:
 """
 
 
-@pytest.mark.parametrize("how", ["close", "destroy", "end", "error", "in-flight"])
-def test_exit(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "codes"),
+    [
+        ("close", ((0,), (0,))),
+        ("destroy", ((0,), (0,))),
+        ("end", ((0,), (0,))),
+        ("error", ((1,), (1,))),
+        ("in-flight", ((0, 1), (0,))),  # rank 0 ends by itself or by the watchdog
+    ],
+)
+def test_exit(how: str, codes: tuple[tuple[int, ...], ...], tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     for rank, (returned, out, err) in enumerate(end_of(start_ranks(tmp_path, SCRIPT, 2, how), 80)):
-        # Rank 0 of "in-flight" ends by itself or by the watchdog.
-        codes = (0, 1) if (how, rank) == ("in-flight", 0) else (int(how == "error"),)
-        assert "done" in out and returned in codes, f"rank {rank}:\n{out}\n{err}"
+        assert "done" in out and returned in codes[rank], f"rank {rank}:\n{out}\n{err}"
         if how != "in-flight":
             assert "Fatal Python error" not in err and "Exception ignored" not in err, err
         assert ("on purpose" in err) == (how == "error")

@@ -29,23 +29,23 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "hip_kernels": (1205, 575),
     "integrations": (1020, 525),
     "machine": (1460, 640),
-    "nn": (2245, 1080),
-    "ops": (5935, 2775),
+    "nn": (2255, 1085),
+    "ops": (5940, 2775),
     "passes": (1975, 1170),
     "plan": (1110, 540),
     "problems": (2425, 1090),
     "proof": (1810, 1250),
-    "runtime": (2135, 1220),
+    "runtime": (2130, 1220),
     "schedules": (4680, 2760),
     "simulate": (1255, 820),
-    "tools": (13645, 7690),
+    "tools": (13650, 7690),
     "__init__.py": (195, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
     "api.py": (360, 120),
     "errors.py": (295, 105),
     "fsdp.py": (500, 290),
-    "options.py": (220, 100),
+    "options.py": (225, 100),
     "tile.py": (95, 20),
     "version.py": (25, 15),
     # Of the package.
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 40_730
+LINES_OF_TESTS = 39_520
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
