@@ -121,7 +121,8 @@ def routed(at: Rank, layer: Layer, schedule: str) -> None:
     batch = data(layer, at.rank)
     for capacity, overflow in ((2, "drop"), (2, "again"), (None, "drop")):
         limits = {"capacity": capacity, "on_overflow": overflow}
-        routing = ficco.route(batch.indices, layer.experts, **limits)
+        routing = ficco.route(chosen := batch.indices.clone(), layer.experts, **limits)
+        chosen.zero_()  # the routing keeps its own
         most = 2 if (capacity, overflow) == (2, "drop") else None
         served = within_capacity(batch.indices, layer.experts, most)
         counts = torch.bincount(batch.indices.flatten(), minlength=layer.experts)

@@ -43,6 +43,7 @@ from ficco.nn import (
     UlyssesAttention,
     clip_grad_norm_,
     copied_linear,
+    copied_linears,
     full_state_dict,
     gather_once,
     gathered_linears,
@@ -692,6 +693,7 @@ def _vectors(at: Rank) -> None:
         assert counts == {"matmul_all_reduce": 1}, counts
     with torch.no_grad():
         refuses(("group: required", lambda: copied_linear(x, x, group="tp")))  # type: ignore[arg-type]
+        refuses(("is shorter", lambda: copied_linears(x, (torch.ones(8, HIDDEN),) * 2, (None,))))
     weight, bias = torch.ones(8, HIDDEN), torch.ones(7)
     refuses(
         ("got [[8, 12], [7]]", lambda: copied_linear(x, weight, bias)),

@@ -71,6 +71,10 @@ def _explain(operator: str, **sizes: float) -> Callable[[], Any]:
     return partial(ficco.explain, operator, **({"m": 8, "n": 8, "k": 8, "world": 2} | sizes))
 
 
+def _no_features() -> None:
+    ficco.explain("experts", experts=8, capacity=4, k=4, h=0, n=4, world=2)
+
+
 def _rows(rows: Any) -> Callable[[], Any]:
     return _call(_a(), _b(), rows=rows)
 
@@ -139,6 +143,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (partial(ficco.empty, (4, 4), dtype="float32"), "dtype: required a torch.dtype ... 'float32'"),
     (partial(ficco.empty, (4, 4), device="gpu"), "device: required ... cpu ... 'gpu'"),
     (_explain("conv"), "InvalidArgument: ... operator ... all_gather_matmul ... 'conv'"),
+    (_no_features, "InvalidArgument: h: ... at least 1, got 0"),
     (_explain("all_gather_matmul", hosts=3), "InvalidArgument: ... hosts ... divisor of 2 ... 3"),
     (_explain("all_gather_matmul", m=8.5), "m: required a whole number ... 8.5"),
     # Options.
