@@ -143,7 +143,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (partial(ficco.empty, (4, 4), dtype="float32"), "dtype: required a torch.dtype ... 'float32'"),
     (partial(ficco.empty, (4, 4), device="gpu"), "device: required ... cpu ... 'gpu'"),
     (_explain("conv"), "InvalidArgument: ... operator ... all_gather_matmul ... 'conv'"),
-    (_no_features, "InvalidArgument: h: ... at least 1, got 0"),
+    (_no_features, "InvalidArgument: ... h: ... at least 1, got 0"),
     (_explain("all_gather_matmul", hosts=3), "InvalidArgument: ... hosts ... divisor of 2 ... 3"),
     (_explain("all_gather_matmul", m=8.5), "m: required a whole number ... 8.5"),
     # Options.
