@@ -186,6 +186,7 @@ def replicated(module: Module, group: ProcessGroup | DeviceMesh | None = None) -
     if ranks.mesh is not None:
         _distribute(module, ranks.mesh)
     for name, owner in _own_modules(module):  # a checkpoint may call any of them in the backward
+        owner.__dict__.setdefault("_before_summed", [])
         owner.register_forward_pre_hook(partial(_use_summed, ranks, not name))
         owner.register_forward_hook(_use_own, always_call=True)
     return module
@@ -216,11 +217,11 @@ def _use_summed(ranks: Ranks, whole: bool, module: nn.Module, args: Any) -> None
     """Pre-hook: let the forward read tensors whose gradients are summed over the ranks. ``whole``:
     also where the module's caller already reads such tensors."""
     before: list[tuple[nn.Module, str, torch.Tensor | None]] = []
-    vars(module).setdefault("_before_summed", []).append(before)
+    module._before_summed.append(before)  # type: ignore[operator, union-attr]
     for _, owner in _own_modules(module):
         for name, param in owner._parameters.items():
             # An instance attribute takes precedence over the parameter of the same name.
-            if param is None or (name in vars(owner) and not whole):
+            if param is None or (name in owner.__dict__ and not whole):
                 continue
             tensor: torch.Tensor = param
             if isinstance(param, DTensor):
@@ -234,14 +235,14 @@ def _use_summed(ranks: Ranks, whole: bool, module: nn.Module, args: Any) -> None
                 tensor = param.to_local()
             if param.requires_grad:
                 tensor = sum_gradient(tensor, ranks.group)
-            before.append((owner, name, vars(owner).get(name)))
-            vars(owner)[name] = tensor
+            before.append((owner, name, owner.__dict__.get(name)))
+            owner.__dict__[name] = tensor
 
 
 def _use_own(module: nn.Module, args: Any, out: Any) -> None:
     """Hook: undo :func:`_use_summed`, also after an error."""
-    for owner, name, tensor in reversed(vars(module)["_before_summed"].pop()):
+    for owner, name, tensor in reversed(module._before_summed.pop()):  # type: ignore[operator, union-attr]
         if tensor is None:
-            del vars(owner)[name]
+            del owner.__dict__[name]
         else:
-            vars(owner)[name] = tensor
+            owner.__dict__[name] = tensor
