@@ -185,6 +185,7 @@ def all_gathers(at: Rank) -> None:
 
 
 def all_sums(at: Rank) -> None:
+    ficco.close()  # the programs of earlier tests
     scaled = dist._make_nccl_premul_sum(torch.tensor(0.25))  # type: ignore[attr-defined]
     operations = dist.ReduceOp.SUM, dist.ReduceOp.AVG, scaled
     with hooks() as (_, sums, fallback), mock.patch.object(fsdp, "SUM_BYTES", 256):
