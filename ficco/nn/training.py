@@ -243,6 +243,6 @@ def _use_own(module: nn.Module, args: Any, out: Any) -> None:
     """Hook: undo :func:`_use_summed`, also after an error."""
     for owner, name, tensor in reversed(module._before_summed.pop()):  # type: ignore[operator, union-attr]
         if tensor is None:
-            del owner.__dict__[name]
+            owner.__dict__.pop(name, None)
         else:
             owner.__dict__[name] = tensor
