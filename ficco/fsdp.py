@@ -26,13 +26,13 @@ from ficco.plan import Plan, Reduction, Region, Signal, Step, Transfer
 from ficco.problems.mask import Span
 from ficco.problems.specification import SUMS, AnyProblem, Buffer, Exchange, Specification
 from ficco.runtime import counters
+from ficco.runtime.calls import Invocation, new_kind, perform, repeat
 from ficco.runtime.workspace import (
     CachedCall,
-    Invocation,
+    Known,
     Workspace,
-    new_kind,
-    perform,
-    repeat,
+    remember,
+    repeatable,
     workspace_for,
     workspaces,
 )
@@ -275,13 +275,13 @@ class _Hook:
 
     def run(self, workspace: Workspace, key: Hashable, call: WeightCall) -> None:
         """Run a call. ``key``: of its kind, by what can be read fast."""
-        if (known := workspace.repeated.get(key)) is not None:
-            tensors = {known[0].left: call.source, "out": call.out}
-            return repeat(workspace, known[0], call.operator, "", self.options, tensors)
+        for known in repeatable.get((workspace, key), ()):
+            tensors = {known.cached.left: call.source, "out": call.out}
+            return repeat(known, call.operator, "", self.options, tensors)
         with carried(self.options):
             perform(workspace, call, self.options)
             cached = workspace.programs[call.key(workspace, self.options)]
-        workspace.remember(key, cached, self.options)
+        remember((workspace, key), Known(workspace, cached, self.options, ()))
 
 
 class Gathers(_Hook):

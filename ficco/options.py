@@ -38,6 +38,8 @@ class Options:
             kernel post their own signals. Read when a group makes its first call.
         replay: on a GPU, replay a call from a graph that ficco recorded if its operands are at the
             same addresses as before. This takes a fraction of the host time of enqueueing the call.
+            The graph keeps the BLAS library and the share of SMs that PyTorch preferred when it was
+            recorded; after a change of these, call :func:`ficco.close`.
         machine: name or path of a machine description, instead of the one that matches this
             host's fingerprint. Takes precedence over the variable ``FICCO_MACHINE``. The same on
             all ranks.

@@ -21,7 +21,7 @@ import ficco
 from ficco.dma.engine import Span
 from ficco.plan import Plan
 from ficco.problems.products import Problem
-from ficco.runtime.workspace import timing_steps
+from ficco.runtime.calls import timing_steps
 
 #: Upper limit of the terms in one element's sum. With |a| <= 3 and |b| = 1 sums are in [-192, 192],
 #: and bfloat16 holds every integer up to 256.

@@ -481,6 +481,14 @@ def counted() -> Iterator[Counter[str]]:
                 return _run(operator, *args, **kwargs)
 
             stack.enter_context(mock.patch.object(module, "run", run))
+        again = operators.repeated
+
+        def repeated(group: Any, operator: str, *args: Any) -> Any:
+            result = again(group, operator, *args)
+            counts.update([operator] if result is not None else [])
+            return result
+
+        stack.enter_context(mock.patch.object(operators, "repeated", repeated))
         yield counts
 
 

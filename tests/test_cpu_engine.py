@@ -19,7 +19,7 @@ from ficco.dma.cpu import CpuEngine, CpuMemory, Lane
 from ficco.dma.host import SEMAPHORE_STRIDE, semaphores
 from ficco.plan import Plan
 from ficco.problems.products import Problem
-from ficco.runtime.program import compile
+from ficco.runtime.calls import compile
 from ficco.schedules import Schedule, plan
 
 

@@ -34,7 +34,7 @@ from ficco.nn.functional import copied_linear, gathered_linears
 from ficco.ops import library
 from ficco.ops.library import product_of
 from ficco.options import current, current_text
-from ficco.runtime import program as ranges
+from ficco.runtime import calls as ranges
 from ficco.schedules import Schedule
 
 #: Compilers are slow on a busy machine.

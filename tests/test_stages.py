@@ -51,7 +51,7 @@ from ficco.problems.products import Problem
 from ficco.problems.scaling import Scaling
 from ficco.problems.specification import AnyProblem, Buffer, Contraction, Exchange, Specification
 from ficco.proof import check
-from ficco.runtime.program import compile
+from ficco.runtime.calls import compile
 from ficco.schedules import Schedule
 from ficco.schedules.builder import Builder, WordAllocator
 from ficco.schedules.gather import GatherStage, GatherWorld

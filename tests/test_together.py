@@ -15,7 +15,7 @@ from ficco.machine import Copies, Host
 from ficco.plan import Plan, Region, Signal, Step, Transfer, together
 from ficco.plan.parts import MOST, TOGETHER_BYTES
 from ficco.problems.products import Problem
-from ficco.runtime.program import compile
+from ficco.runtime.calls import compile
 from ficco.schedules import Schedule, plan, plans
 from ficco.simulate import simulate
 from ficco.tools.tune.communication import launches

@@ -28,7 +28,7 @@ from ficco.plan import Plan
 from ficco.problems.products import Problem
 from ficco.runtime import workspace as workspaces
 from ficco.runtime.counters import Sums
-from ficco.runtime.workspace import GRACE_S, CachedCall, Workspace
+from ficco.runtime.workspace import GRACE_S, CachedCall, Known, Workspace, remember, repeatable
 from ficco.schedules import NAMED, plan
 
 
@@ -76,7 +76,6 @@ def workspace_on(engine: Engine, *slots: Slot | None, **more: Any) -> Workspace:
     workspace = Workspace.__new__(Workspace)
     watchdog, held = SimpleNamespace(timeout_s=0.2), {0: list(slots)}
     workspace.__dict__.update(engine=engine, watchdog=watchdog, calls=0, programs={}, error=None)
-    workspace.repeated = {}
     workspace.__dict__.update({"_slots": held, "_watched": {}, "_pinned": [], "held": [], **more})
     return workspace
 
@@ -172,6 +171,7 @@ def test_a_group_that_cannot_close_does_not_stop_others(monkeypatch: pytest.Monk
 
 def test_kinds_of_calls_not_met_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspaces, "KINDS", 4)
+    repeatable.clear()
     slot, graphs = Slot(None, 1), Slot(None, 1, captured=True)
     engine = Engine()
     workspace = workspace_on(engine, slot, None)
@@ -190,7 +190,7 @@ def test_kinds_of_calls_not_met_again_are_forgotten(monkeypatch: pytest.MonkeyPa
         cached_calls[name] = CachedCall(a_plan(), 0, False, None, programs=programs, latest=latest)
     for name, cached in cached_calls.items():
         workspace.keep(name, cached)
-        workspace.remember(name, cached, Options())
+        remember(name, Known(workspace, cached, Options(), ()))
     # The watchdog reads running programs from their slots: the engine is idle when one is removed.
     assert engine.did == ["synchronize"] * 2
     assert list(workspace.programs) == ["in a graph", "often", "new", "newer"]
@@ -198,10 +198,10 @@ def test_kinds_of_calls_not_met_again_are_forgotten(monkeypatch: pytest.MonkeyPa
     left = [cached_calls[name].programs[id(slot)] for name in ("often", "new", "newer")]
     assert set(map(id, slot.programs.values())) == set(map(id, left))
     assert len(graphs.programs) == 1
-    assert list(workspace.repeated) == ["newer"], "a kind without memory could be called"
+    assert list(repeatable) == ["newer"], "a kind without memory could be called"
     for strides in ("other strides", "others", "many strides", "too many"):
-        workspace.remember(strides, cached_calls["newer"], Options())
-    assert list(workspace.repeated) == ["too many"]
+        remember(strides, Known(workspace, cached_calls["newer"], Options(), ()))
+    assert list(repeatable) == ["too many"]
 
 
 def _in_child(fn: Any) -> Any:

@@ -18,9 +18,15 @@ from ficco.plan import Buffer, Region
 Place = tuple[int, int]
 
 
+def layout_of(call: Call) -> tuple[Any, ...]:
+    """Strides of a call's tensors."""
+    return tuple([one.stride() for one in call.tensors.values()])
+
+
 def operands_key(call: Call) -> tuple[Any, ...]:
-    """Addresses and strides of a call's tensors: equal for calls that can share a recording."""
-    return tuple([(one.data_ptr(), one.stride()) for one in call.tensors.values()])
+    """Strides and addresses of a call's tensors: equal for calls that can share a recording."""
+    layout = call.layout or layout_of(call)
+    return layout, *[one.data_ptr() for one in call.tensors.values()]
 
 
 def buffers_of(program: Program) -> Buffers:

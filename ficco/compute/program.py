@@ -128,12 +128,14 @@ class Call:
         state: private to the engine.
         parts: parts of attention, by the step that computed them.
         filled: rows in buffers of blocks; None if all buffers are full.
+        layout: strides of the tensors, in their order; empty if they are not known yet.
     """
 
     tensors: dict[str, torch.Tensor]
     state: Any = None
     parts: dict[int, list[Part]] = field(default_factory=dict)
     filled: Filled | None = None
+    layout: tuple[Any, ...] = ()
 
 
 Op = Callable[[Call], None]

@@ -1,6 +1,6 @@
 """The interface of an engine, which moves bytes and signals and enqueues matrix products.
 
-An engine belongs to one group and one rank. :func:`ficco.runtime.program.compile` walks a Plan once
+An engine belongs to one group and one rank. :func:`ficco.runtime.calls.compile` walks a Plan once
 and asks the engine for an operation per verb; running the Plan is then a loop over those
 operations. Everything that knows a vendor is behind this interface.
 """

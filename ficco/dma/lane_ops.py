@@ -388,21 +388,16 @@ MAX_RECORDED = 512
 FREE_RECORDINGS, PAYING_REPLAYS = 128, 4
 
 
-def _blas() -> int:
-    """The preferred BLAS, whose enum a dictionary would hash and compare by calls of C++."""
-    return int(torch._C._get_blas_preferred_backend())  # type: ignore[call-overload,no-any-return]
-
-
-#: Getters of the settings that affect which kernels run for the same operands, by the dtype of the
-#: products that a setting is for; "" for all.
-_SETTINGS = [(_blas, "")] + [
+#: Getters of the settings of numbers that affect which kernels run for the same operands, by the
+#: dtype of the products that a setting is for; "" for all. A recording keeps PyTorch's preferred
+#: BLAS and share of SMs: to read both would take 20 us of a call whose caches are cold (x86-64).
+_SETTINGS = [
     (getter, dtype)
     for name, dtype in (
         ("_get_cublas_allow_fp16_accumulation", "float16"),
         ("_get_cublas_allow_fp16_reduced_precision_reduction", "float16"),
         ("_get_cublas_allow_bf16_reduced_precision_reduction", "bfloat16"),
         ("_get_deterministic_algorithms", ""),
-        ("_get_sm_carveout_experimental", ""),
         ("_get_cudnn_sdp_enabled", "every"),
     )
     if (getter := getattr(torch._C, name, None)) is not None

@@ -19,15 +19,8 @@ from ficco.ops.entry import check_traced, tells_refusals
 from ficco.ops.operands import check_dtype, frozen, process_group, rows_by_rank
 from ficco.options import Options, current
 from ficco.problems.products import OPERATORS
-from ficco.runtime.workspace import (
-    CachedCall,
-    Invocation,
-    Workspace,
-    begin,
-    new_kind,
-    program_of,
-    workspace_for,
-)
+from ficco.runtime.calls import Invocation, begin, new_kind, program_of
+from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 from ficco.schedules import Schedule
 from ficco.schedules.tiled import ArrivingPiece, Gathering, gathering, own_rows, pieces_of
 

@@ -31,7 +31,8 @@ from ficco.options import Options, current
 from ficco.plan import Plan
 from ficco.problems.attention import AttentionProblem
 from ficco.problems.mask import PLACEMENTS
-from ficco.runtime.workspace import CachedCall, Invocation, Workspace, invoke, new_kind
+from ficco.runtime.calls import Invocation, invoke, new_kind
+from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.attention import attention_plans
 

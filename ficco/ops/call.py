@@ -13,8 +13,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 
+from ficco.compute.buffers import layout_of
 from ficco.compute.program import Call, Symmetric
 from ficco.dma.engine import Engine
 from ficco.errors import FiccoError, warn_once
@@ -33,14 +36,13 @@ from ficco.options import Options, current
 from ficco.plan import Buffer, Plan, aligned
 from ficco.problems.products import OPERATORS, Problem
 from ficco.problems.specification import ALIGNMENT
+from ficco.runtime.calls import Invocation, new_kind, perform, repeat
 from ficco.runtime.workspace import (
     CachedCall,
-    Invocation,
+    Known,
     Workspace,
-    new_kind,
-    open_workspace,
-    perform,
-    repeat,
+    remember,
+    repeatable,
     workspace_for,
 )
 from ficco.schedules import GRANULE, Schedule, StagingTooSmall, plan
@@ -70,32 +72,78 @@ def run(
     [W, rows, columns].
     """
     rows = rows if rows is None else frozen(rows)
-    options, key = current(), None
-    workspace = open_workspace(group, a.device, options)
-    if workspace is None:
-        workspace = workspace_for(group, a.device, operator, options)
-    engine, held = workspace.engine, workspace.allocations
-    # Other arguments cannot be a key as they are, and are perhaps refused.
     plain = out is None and scales is None and not transposed
-    strided = a.layout is b.layout is torch.strided and not (a.is_neg() or b.is_neg())
-    in_place = held and strided and a.untyped_storage().data_ptr() in held
-    if plain and strided and not in_place and isinstance(schedule, (str, Schedule)):
-        if len(shape := a.shape) > 2:
-            shape = (a := a.flatten(0, -2)).shape
-        if not (engine.asynchronous and engine.in_capture()):
-            kind = operator, schedule, rows, return_gathered, purpose
-            key = *kind, a.dtype, shape, a.stride(), b.dtype, b.device, b.shape, b.stride()
-            cached, known = workspace.repeated.get(key, (None, None))
-            if cached is not None and (known is options or known == options):
-                tensors = {cached.left: a, "b": b}
-                repeat(workspace, cached, operator, purpose, options, tensors)
-                return tensors["out"], tensors["gathered"] if return_gathered else None
+    if plain:
+        arguments = schedule, rows, return_gathered, purpose
+        if (result := repeated(group, operator, a, b, *arguments)) is not None:
+            return result
+    options, shard = current(), a
+    workspace = workspace_for(group, a.device, operator, options)
+    if plain and a.layout is torch.strided and a.dim() > 2:
+        a = a.flatten(0, -2)
     request = schedule, rows, return_gathered, out, purpose, scales, transposed
     invocation = ProductCall(operator, a, b, *request)
     call = perform(workspace, invocation, options)
-    if key is not None and invocation.repeats(a, b):
-        workspace.remember(key, invocation.cached, options)
+    if plain and invocation.repeats(workspace.engine, a, b) and (guard := guard_of(shard, b)):
+        key = group, operator, *arguments, shard.shape, b.shape
+        layout = layout_of(call)
+        known = Known(workspace, invocation.cached, options, layout, guard, inert(shard, b))
+        remember(key, known, shard, b)
     return call.tensors["out"], call.tensors["gathered"] if return_gathered else None
+
+
+def repeated(
+    group: Any,
+    operator: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    schedule: str | Schedule,
+    rows: Rows,
+    return_gathered: bool,
+    purpose: str = "",
+) -> Result | None:
+    """Run an eager call by the steps of an earlier one with the same arguments, and operands of the
+    same layout under the same modes. None if there was none, or if the call needs other checks."""
+    try:
+        arguments = schedule, rows, return_gathered, purpose
+        kinds = repeatable[group, operator, *arguments, a.shape, b.shape]
+    except (AttributeError, KeyError, TypeError):  # also arguments that are perhaps refused
+        return None
+    for known in kinds:
+        if known.guard.check(a, b):
+            break
+    else:
+        return None
+    workspace, options, engine = known.workspace, current(), known.workspace.engine
+    if known.options is not options and known.options != options:
+        return None
+    if workspace.error or workspace.closed or workspace.thread or workspace.block_open:
+        return None
+    if not known.inert and torch.is_grad_enabled():
+        return None
+    if _len_torch_dispatch_stack() or forward_ad._current_level >= 0:
+        return None
+    if engine.asynchronous and engine.in_capture():
+        return None
+    if (held := workspace.allocations) and a.untyped_storage().data_ptr() in held:
+        return None
+    tensors = {known.cached.left: a if a.dim() == 2 else a.flatten(0, -2), "b": b}
+    repeat(known, operator, purpose, options, tensors)
+    return tensors["out"], tensors["gathered"] if return_gathered else None
+
+
+def inert(*operands: torch.Tensor) -> bool:
+    """Whether no operand requires a gradient."""
+    return not any(one.requires_grad for one in operands)
+
+
+def guard_of(*operands: torch.Tensor) -> Any:
+    """Return a check of operands, see :class:`Known`; None if there is none."""
+    guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    if guards is None or len(set(map(id, operands))) < len(operands):
+        return None
+    sizes, strides = [[*one.shape] for one in operands], [[*one.stride()] for one in operands]
+    return guards(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 #: :func:`run` for backwards and operators of ``torch.library``. Dynamo may be tracing where they
@@ -163,14 +211,18 @@ class ProductCall(Invocation):
     mode: str = "idle"
     cached: Any = None
 
-    def repeats(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Whether :func:`repeat` can run the next call of operands like these. The call has used
-        them as they are, and allocated only buffers with contiguous rows."""
+    def repeats(self, engine: Engine, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether :func:`repeat` can run the next call of operands like these. The call was eager,
+        has used them as they are without a gradient, and allocated only buffers with contiguous
+        rows."""
+        if torch.is_grad_enabled() and not inert(a, b):
+            return False
         plan = self.cached.plan
         written = [plan.buffer[name] for name, *_ in self.cached.fresh]
         rows = all(buffer.layout == "rows" for buffer in written)
         plain = self.a is a and self.b is b and self.source is None
-        return plain and rows and not self.cached.columns
+        eager = not (engine.asynchronous and engine.in_capture())
+        return plain and eager and rows and not self.cached.columns
 
     def key(self, workspace: Workspace, options: Options) -> Hashable:
         engine, schedule, scales = workspace.engine, self.schedule, self.scales

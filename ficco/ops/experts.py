@@ -42,14 +42,8 @@ from ficco.ops.routing import Blocks, Routing, check_route, make_routing, rounde
 from ficco.options import Options, current
 from ficco.problems.experts import LANDING, ExpertLayer, block_starts
 from ficco.problems.specification import FUNCTIONS, gated
-from ficco.runtime.workspace import (
-    CachedCall,
-    Invocation,
-    Workspace,
-    invoke,
-    new_kind,
-    workspace_for,
-)
+from ficco.runtime.calls import Invocation, invoke, new_kind
+from ficco.runtime.workspace import CachedCall, Workspace, workspace_for
 from ficco.schedules import Schedule
 from ficco.schedules.experts import expert_plans
 

@@ -35,7 +35,8 @@ from ficco.ops.operands import process_group
 from ficco.ops.record import Needs, Record, Request, Saved, Shapes, Tensors, stand_in
 from ficco.options import Options, current
 from ficco.problems.attention import AttentionProblem, HeadsProblem, keys_of
-from ficco.runtime.workspace import CachedCall, Invocation, Workspace, invoke, new_kind
+from ficco.runtime.calls import Invocation, invoke, new_kind
+from ficco.runtime.workspace import CachedCall, Workspace
 from ficco.schedules import Schedule
 from ficco.schedules.heads import heads_plans
 

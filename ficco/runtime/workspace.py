@@ -1,9 +1,4 @@
-"""Workspaces: the engine, board, symmetric memory and programs of a group, kept between calls.
-
-A call is numbered, its kind is looked up or planned, its results are allocated, it is posted on the
-board, and it runs. From the second call of a kind on, that is a dictionary look-up, one entry on
-the board and the loop over the operations. An operator describes a call by an :class:`Invocation`.
-"""
+"""Workspaces: the engine, board, symmetric memory and programs of a group, kept between calls."""
 
 from __future__ import annotations
 
@@ -14,24 +9,21 @@ import ctypes
 import math
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from operator import attrgetter
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_process_group_name
 
 from ficco.compute.products import OVERRIDES, refuse_overrides
-from ficco.compute.program import Call, Groups, Program, Slot, Symmetric
+from ficco.compute.program import Groups, Program, Slot, Symmetric
 from ficco.compute.ragged_blocks import groups_of, made_whole
 from ficco.dma import engine_name, make_engine
-from ficco.dma.engine import Engine, Span
+from ficco.dma.engine import Engine
 from ficco.dma.host import backend_of, hosts_of
 from ficco.dma.patience import limit_of
 from ficco.errors import (
@@ -44,14 +36,11 @@ from ficco.errors import (
     carry_out,
     reason_of,
 )
-from ficco.heuristics import Decision
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.runtime import counters
-from ficco.runtime import program as ranges
 from ficco.runtime.board import REFUSED, Board, published
-from ficco.runtime.program import compile
 from ficco.runtime.watchdog import Watchdog
 
 #: Calls that may be in flight on a group at once. With two, a call does not wait until the peers
@@ -162,6 +151,42 @@ class CachedCall:
         return any(program.slot and program.slot.captured for program in self.programs.values())
 
 
+class Known(NamedTuple):
+    """A kind of eager call that :func:`repeat` can run.
+
+    Attributes:
+        options: those of the calls.
+        layout: strides of the call's tensors, in their order.
+        guard: PyTorch's check, in one call of C++, that operands have the types, devices, dtypes,
+            sizes and strides of the ones that were remembered, require gradients as they did, and
+            are under the same modes: of autocast, dispatch, transforms and tracing. None if the key
+            tells enough.
+        inert: no operand requires a gradient; otherwise only calls without gradients are known.
+    """
+
+    workspace: Workspace
+    cached: CachedCall
+    options: Options
+    layout: tuple[Any, ...]
+    guard: Any = None
+    inert: bool = True
+
+
+#: Eager calls that can be repeated, by their arguments; for each, operands in a few layouts.
+repeatable: dict[Hashable, tuple[Known, ...]] = {}
+#: Layouts of operands that are remembered for the same arguments.
+LAYOUTS = 4
+
+
+def remember(key: Hashable, known: Known, *operands: torch.Tensor) -> None:
+    """Let :func:`repeat` run the next calls with these arguments and operands like these."""
+    if len(repeatable) >= KINDS:  # calls with other layouts or options share a kind
+        repeatable.clear()
+    earlier = repeatable.get(key, ())
+    others = [one for one in earlier if one.guard and not one.guard.check(*operands)]
+    repeatable[key] = (known, *others[: LAYOUTS - 1])
+
+
 def _opened(
     group: ProcessGroup, device: torch.device, options: Options, operator: str
 ) -> tuple[Board, Engine]:
@@ -209,8 +234,6 @@ class Workspace:
         allocations: symmetric memory of tensors from :meth:`empty`, by address.
         held: buffers of ficco's own in ``allocations``, which have ``nbytes``.
         programs: cached Plans and Programs, by the key of a kind of call.
-        repeated: kinds of eager calls by their arguments alone, with the options of the latest
-            call; for operands that are used as they are. See :func:`repeat`.
         error: the error that made the group unusable; None while the group is usable.
         block_open: whether a block of :func:`ficco.arriving` is open.
         thread: identifier of the thread inside a call; 0 if there is none.
@@ -234,7 +257,6 @@ class Workspace:
         self.name, self._overrides = self.engine.name, OVERRIDES[device.type]
         self.calls = 0
         self.programs: dict[Hashable, CachedCall] = {}
-        self.repeated: dict[Hashable, tuple[CachedCall, Options]] = {}
         self.error: FiccoError | None = None
         self._published: tuple[str, str] | None = None  # text and kind of `error` for the peers
         self.closed = False
@@ -369,17 +391,17 @@ class Workspace:
         """
         if len(self.programs) >= KINDS and not self.engine.capturing():
             self.engine.synchronize()  # the watchdog looks up the programs of running calls
-            self.repeated.clear()
+            self._forget()
             old = [(call.latest, key) for key, call in self.programs.items() if not call.captured]
             for _, gone in sorted(old, key=lambda pair: pair[0])[: len(old) // 2]:
                 self.programs.pop(gone).forget()
         self.programs[key] = cached
 
-    def remember(self, key: Hashable, cached: CachedCall, options: Options) -> None:
-        """Let :func:`repeat` run the next calls with these arguments and options."""
-        if len(self.repeated) >= KINDS:  # calls with other strides or options share a kind
-            self.repeated.clear()
-        self.repeated[key] = cached, options
+    def _forget(self) -> None:
+        """Let no call repeat an earlier one of this group."""
+        for key, known in list(repeatable.items()):  # threads may add others
+            if known[0].workspace is self:
+                repeatable.pop(key, None)
 
     def slot(self, plan: Plan, single: int) -> Slot | None:
         """Slot of the latest call. A slot that is too small for the plan grows, which is
@@ -515,7 +537,8 @@ class Workspace:
         finally:
             pools = self._slots, self._watched, self._pinned
             allocated = self.allocations, self.held
-            for cache in (self.programs, self.repeated, *pools, *allocated):
+            self._forget()
+            for cache in (self.programs, *pools, *allocated):
                 cache.clear()
 
 
@@ -670,223 +693,7 @@ def _leave_to_parent() -> None:
     _inherited.update(_workspaces)
     _begun.clear()
     _workspaces.clear()
+    repeatable.clear()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-class Invocation(ABC):
-    """One call of an operator, with its operands and arguments.
-
-    Attributes:
-        operator: name of the operator, for errors.
-        purpose: role of the call in a backward, for errors; empty in a forward.
-    """
-
-    operator: str
-    purpose: str
-
-    @abstractmethod
-    def key(self, workspace: Workspace, options: Options) -> Hashable:
-        """Check the operands, and return the key of this kind of call."""
-
-    @abstractmethod
-    def plan(self, workspace: Workspace, options: Options) -> CachedCall:
-        """Choose a schedule for a new kind of call, and plan it."""
-
-    @abstractmethod
-    def allocate(self, cached: CachedCall) -> Call:
-        """Allocate the results and the local buffers of a call."""
-
-    def by_columns(self, workspace: Workspace, cached: CachedCall, call: Call) -> None:
-        """Split this call into calls on a few columns each: see :class:`CachedCall`."""
-        raise NotImplementedError
-
-
-def new_kind(
-    workspace: Workspace,
-    plan: Plan,
-    options: Options,
-    decision: Decision | None,
-    agreed: Iterable[str] = (),
-    single: int | None = None,
-    source: tuple[Symmetric, int] | None = None,
-) -> CachedCall:
-    """Cache entry of a new kind of call.
-
-    The ranks compare the problem, the schedule, the cap on memory and the texts ``agreed``.
-    ``single``: see :meth:`Workspace.slot`; by default 1 under a cap, which holds for one slot, else
-    0. ``source``: see :class:`Program`. ``decision``: of the schedule, None if there was no choice.
-    """
-    cap = () if options.workspace_bytes is None else (f"workspace_bytes={options.workspace_bytes}",)
-    single = int(bool(cap)) if single is None else single
-    text = ", ".join((str(plan.problem), f"schedule {plan.schedule}", *agreed, *cap))
-    increment, exposure = counters.account_of(workspace.group_name, plan, decision)
-    digest = workspace.board.describe(text)
-    return CachedCall(plan, digest, single, source, increment=increment, exposure=exposure)
-
-
-def begin(
-    workspace: Workspace, invocation: Invocation, options: Options
-) -> tuple[CachedCall, Call]:
-    """Number a call, look up or plan its kind, and allocate its results. The ranks agree on a call
-    whose kind is new. After an exception the caller must call ``workspace.end(error)``."""
-    workspace.begin(invocation.operator, options)
-    key = invocation.key(workspace, options)
-    cached = workspace.programs.get(key) or invocation.plan(workspace, options)
-    call, new = invocation.allocate(cached), not cached.latest
-    _announce(workspace, cached, invocation.operator, invocation.purpose)
-    if new:
-        workspace.keep(key, cached)
-    return cached, call
-
-
-def _announce(workspace: Workspace, cached: CachedCall, operator: str, purpose: str) -> None:
-    """Post the latest call to the board and count it. The ranks agree if its kind is new."""
-    board, number = workspace.board, workspace.calls
-    if counters.blocks and cached.exposure:
-        counters.refuse(workspace.group_name, cached.exposure)
-    cached.latest = number
-    if not cached.columns:
-        board.post(number, cached.digest)
-        if workspace.error or workspace.closed:  # the watchdog's entry may be overwritten
-            workspace.raise_error()
-        if not cached.programs:  # a new kind, or a freed slot: agree before slots grow
-            limit, schedule = workspace.engine.timeout_s, cached.plan.schedule
-            board.agree(number, limit, operator, schedule, purpose)
-    sums, hidden_s = cached.increment
-    sums.calls += 1
-    sums.hidden_s += hidden_s
-
-
-def invoke(
-    group: ProcessGroup, invocation: Invocation, operand: torch.Tensor, options: Options
-) -> Call:
-    """Enqueue a call on a GPU, or run it on the CPU, and return it with its result tensors.
-
-    ``operand``: decides the device. ``options``: those in force at the call."""
-    workspace = open_workspace(group, operand.device, options)
-    if workspace is None:
-        workspace = workspace_for(group, operand.device, invocation.operator, options)
-    return perform(workspace, invocation, options)
-
-
-def perform(workspace: Workspace, invocation: Invocation, options: Options) -> Call:
-    """Run a call as :func:`invoke` does."""
-    try:
-        cached, call = begin(workspace, invocation, options)
-        if cached.columns:
-            workspace.calls -= 1  # its parts count as calls instead
-            invocation.by_columns(workspace, cached, call)
-        else:
-            execute(workspace, cached, call)
-    except BaseException as error:
-        workspace.end(error)
-        raise
-    return call
-
-
-def repeat(
-    workspace: Workspace,
-    cached: CachedCall,
-    operator: str,
-    purpose: str,
-    options: Options,
-    tensors: dict[str, torch.Tensor],
-) -> None:
-    """Run an eager call of a known kind, as :func:`perform` does in more steps.
-
-    Args:
-        tensors: the operands, used as they are, and results that exist. The other buffers, which
-            must have contiguous rows, are added.
-    """
-    try:
-        workspace.begin(operator, options)
-        engine = workspace.engine
-        for name, shape, strides, dtype in cached.fresh:
-            if name not in tensors:
-                tensors[name] = engine.allocate(shape, strides, dtype)
-        _announce(workspace, cached, operator, purpose)
-        turn = workspace.calls % SLOTS
-        program = cached.eager.get(turn)
-        if program is None:
-            program = cached.eager[turn] = program_of(workspace, cached)
-        differentiable = torch.is_grad_enabled() and any(map(_requires_grad, tensors.values()))
-        if differentiable or _records or ranges.active():
-            execute(workspace, cached, Call(tensors), program)
-        else:  # what remains of :func:`execute`
-            engine.execute(program, Call(tensors))
-            workspace.thread = 0
-    except BaseException as error:
-        workspace.end(error)
-        raise
-
-
-_requires_grad = attrgetter("requires_grad")
-
-#: Timed Plans of the open blocks of :func:`timing_steps`, innermost last.
-_records: list[list[tuple[Plan, list[Span]]]] = []
-
-
-@contextmanager
-def timing_steps() -> Iterator[list[tuple[Plan, list[Span]]]]:
-    """Time the steps of the calls in a block: each call is synchronous and records the times on
-    this rank. The Plan is the one that the engine ran, perhaps split into parts
-    (:func:`ficco.plan.in_parts`)."""
-    _records.append([])
-    try:
-        yield _records[-1]
-    finally:
-        _records.pop()
-
-
-def program_of(workspace: Workspace, cached: CachedCall) -> Program:
-    """The program of the latest call, on its slot."""
-    slot = workspace.slot(cached.plan, cached.single)
-    program = cached.programs.get(id(slot))
-    if program is None:
-        program = cached.programs[id(slot)] = _compiled(workspace, cached, slot)
-        program.siblings = cached.programs
-    return program
-
-
-def _compiled(
-    workspace: Workspace, cached: CachedCall, slot: Slot | None, timed: bool = False
-) -> Program:
-    """Compile the Plan of the latest call for a slot."""
-    engine, machine = workspace.engine, workspace.known(current().machine).machine
-    # Graphs capture no batch of copies (ROCm/rocm-systems #10089).
-    batched = 0.0 if slot is not None and slot.captured else engine.batched(machine)
-    return compile(cached.plan, engine, slot, cached.source, timed, batched)
-
-
-def execute(
-    workspace: Workspace, cached: CachedCall, call: Call, program: Program | None = None
-) -> None:
-    """Run the latest call: enqueue it (GPU) or carry it out (CPU). ``program``: see
-    :func:`program_of`."""
-    timed = bool(_records)
-    if timed:
-        slot = workspace.slot(cached.plan, cached.single)
-        program = _compiled(workspace, cached, slot, timed=True)
-    elif program is None:
-        program = program_of(workspace, cached)
-    grad = torch.is_grad_enabled()
-    try:
-        if grad:  # inside: Ctrl-C may come right after it
-            torch._C._set_grad_enabled(False)  # a tenth of the cost of the context manager
-        if ranges.active():
-            with ranges.marked(f"ficco: {program.plan.problem}, {program.plan.schedule}"):
-                workspace.engine.execute(program, call)
-        else:
-            workspace.engine.execute(program, call)
-        if timed:
-            _records[-1].append((program.plan, workspace.engine.spans(program, call)))
-    finally:
-        if grad:
-            torch._C._set_grad_enabled(True)
-        if timed:
-            if slot is not None:
-                slot.programs.pop(program.number, None)
-            program.clear()
-    workspace.thread = 0

@@ -34,7 +34,7 @@ from ficco.dma.engine import Engine
 from ficco.errors import BackendError, SignalTimeout
 from ficco.heuristics import problem_of_sizes
 from ficco.ops import call as calls
-from ficco.runtime import workspace
+from ficco.runtime import calls as runtime
 from ficco.runtime.board import LATE_S
 from ficco.runtime.workspace import Workspace, workspaces
 from ficco.schedules import Schedule, plans
@@ -316,7 +316,7 @@ def test_ctrl_c_leaves_gradients_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch._C, "_set_grad_enabled", pressed)
     with pytest.raises(KeyboardInterrupt):
-        workspace.execute(*[mock.Mock()] * 3)  # never used
+        runtime.execute(*[mock.Mock()] * 3)  # never used
     assert torch.is_grad_enabled()
 
 
@@ -442,7 +442,7 @@ def test_a_stored_error_does_not_keep_the_operands(at: Rank) -> None:
     alive = []
     with pytest.MonkeyPatch.context() as patch, ficco.options(timeout_s=PATIENCE_S):
         if at.rank == 1:
-            patch.setattr(workspace, "execute", refuse)
+            patch.setattr(runtime, "execute", refuse)
         for iteration in (1, 2, 3):
             operands = make(at, case, iteration, group)
             shard = weakref.ref(operands.a)
@@ -466,7 +466,7 @@ def test_a_stored_error_does_not_keep_the_operands(at: Rank) -> None:
 REFUSED = {
     "all columns": (torch.Tensor, "new_empty", 1),
     "a part": (calls, "run", 2),
-    "a part of all ranks": (workspace, "_announce", 3),
+    "a part of all ranks": (runtime, "_announce", 3),
 }
 
 
@@ -526,7 +526,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "caller's thread": (torch, "mm"),
     "collective": (LibraryExchange, "starts"),
     "memory": (Workspace, "slot"),
-    "operations": (workspace, "compile"),
+    "operations": (runtime, "compile"),
     "cache": (Workspace, "keep"),
 }
 #: Errors, and their texts on the peers.

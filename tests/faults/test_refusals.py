@@ -23,7 +23,7 @@ import ficco
 import ficco.nn
 from ficco.nn import functional as layers
 from ficco.runtime.workspace import _workspaces as opened
-from ficco.runtime.workspace import workspaces
+from ficco.runtime.workspace import repeatable, workspaces
 
 #: Timeout of a call in seconds; a test fails if a call reaches it.
 PATIENCE_S = 20.0
@@ -145,6 +145,7 @@ def test_an_operand_on_the_cpu_in_a_group_of_nccl(at: Rank) -> None:
         if at.rank:
             cpu, gpu = ((group, torch.device(kind), None) for kind in ("cpu", "cuda"))
             opened[gpu] = opened.pop(cpu)
+            repeatable.clear()
         with mock.patch("ficco.runtime.workspace.backend_of", lambda group: "nccl"):
             begin, failure = time.monotonic(), caught(product)
         assert time.monotonic() - begin < AT_ONCE_S

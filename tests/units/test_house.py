@@ -23,19 +23,19 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3515, 1845),
-    "dma": (7470, 4205),
+    "compute": (3520, 1850),
+    "dma": (7485, 4215),
     "heuristics": (1600, 720),
     "hip_kernels": (1205, 575),
     "integrations": (1020, 525),
     "machine": (1460, 640),
     "nn": (2255, 1085),
-    "ops": (5940, 2775),
+    "ops": (5985, 2820),
     "passes": (1975, 1170),
     "plan": (1110, 540),
     "problems": (2425, 1090),
     "proof": (1810, 1250),
-    "runtime": (2130, 1220),
+    "runtime": (2170, 1240),
     "schedules": (4680, 2760),
     "simulate": (1255, 820),
     "tools": (13650, 7690),
@@ -44,14 +44,14 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "accelerator.py": (10, 5),
     "api.py": (360, 120),
     "errors.py": (295, 105),
-    "fsdp.py": (500, 290),
+    "fsdp.py": (500, 295),
     "options.py": (225, 100),
     "tile.py": (95, 20),
     "version.py": (25, 15),
     # Of the package.
     "files": 165,
     "loose files": 9,
-    "lines of the longest file": 897,
+    "lines of the longest file": 900,
     # Files whose code names a capability; rooms that only measure, tune, check and print are free.
     "files that name fp8": 32,
     "files that name hosts": 34,
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 39_530
+LINES_OF_TESTS = 39_600
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
@@ -379,7 +379,7 @@ def test_every_module_has_a_docstring() -> None:
         ("ops/call.py", "x = torch.version.hip", vendor_names),
         ("runtime/workspace.py", "if engine.name == 'hip':\n    pass", vendor_names),
         ("ops/call.py", "import rocm.utils", vendor_names),
-        ("runtime/program.py", "def use_nvidia(): pass", vendor_names),
+        ("runtime/calls.py", "def use_nvidia(): pass", vendor_names),
         ("tools/tune/copies.py", "def f():\n    from ficco.dma import cuda_driver", vendor_modules),
         ("tools/bench/calls.py", "import ficco.dma.hip_api as hip", vendor_modules),
         ("tools/selftest/checks.py", "from ficco.compute.cublaslt import CublasLt", vendor_modules),

@@ -37,7 +37,8 @@ from ficco.machine import Machine
 from ficco.machine.model import ATTENTION, flat
 from ficco.plan import Plan
 from ficco.problems.specification import AnyProblem
-from ficco.runtime.workspace import timing_steps, workspace_of
+from ficco.runtime.calls import timing_steps
+from ficco.runtime.workspace import workspace_of
 from ficco.simulate import simulate
 from ficco.simulate.timeline import Timeline, assemble, dumps, work
 from ficco.tools.bench import frames
