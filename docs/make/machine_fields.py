@@ -49,7 +49,11 @@ FROM: dict[str, dict[str, str]] = {
         "measured": "gemm_under_copies copies_under_gemm gemm_under_collective "
         "collective_under_gemm"
     },
-    "Host": {"fitted": "call matmul copy signal", "measured": "collective_call", "by hand": "skew"},
+    "Host": {
+        "fitted": "call matmul copy signal",
+        "measured": "collective_call tiled",
+        "by hand": "skew",
+    },
     "Thresholds": {"fitted": "low high"},
     "Tuned": {
         "asked": "operator rows n k dtype blocks",

@@ -255,6 +255,8 @@ class Host:
         matmul: per product that is enqueued.
         copy: per copy that is enqueued.
         signal: per batch of waits or posts that is enqueued.
+        tiled: more, until a product whose tiles wait begins: it is launched after the recording of
+            all other operations. None: estimated from ``call``.
         skew: between the first and the last rank whose host begins a call.
     """
 
@@ -264,6 +266,7 @@ class Host:
     copy: Seconds
     signal: Seconds
     provenance: Provenance
+    tiled: Seconds | None = None
     skew: Seconds = 0.0
 
 

@@ -17,7 +17,7 @@ from ficco.problems.products import Problem
 from ficco.problems.sizes import MODES
 from ficco.schedules import Schedule, plan, plans
 from ficco.simulate.events import Simulation
-from ficco.simulate.mirror import mirrored, slowest
+from ficco.simulate.mirror import delay_of_host, mirrored, slowest
 from ficco.simulate.timeline import SYNC_LANE, Timeline, assemble
 
 __all__ = ["MODES", "predict", "simulate"]
@@ -62,6 +62,14 @@ def predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str = 
     Raises:
         ValueError: as :func:`simulate`.
     """
+    delay = delay_of_host(problem, schedule, machine) if mode == "idle" else None
+    if delay is not None:
+        return _predict(problem, schedule, machine, "queued") + delay
+    return _predict(problem, schedule, machine, mode)
+
+
+@lru_cache(maxsize=4)
+def _predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str) -> float:
     with paused():
         mirror = mirrored(problem, schedule, machine, mode)
         if mirror is None:

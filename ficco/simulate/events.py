@@ -80,9 +80,9 @@ from ficco.problems.specification import AnyProblem
 from ficco.simulate.mirror import Mirror
 from ficco.simulate.timeline import SYNC_LANE
 
-#: Delay of a product whose tiles wait, as a share of the call's host time: the product is launched
-#: after the recording of all other operations. Medians over 30 calls on three hosts with one H200
-#: each, 2026-11-24: 0.45 (docs/results/replay-h200-1.csv), 0.52 and 0.62.
+#: Delay of a product whose tiles wait, as a share of the call's host time, if the machine file has
+#: no ``Host.tiled``. Medians over 30 calls on three hosts with one H200 each, 2026-11-24: 0.45
+#: (docs/results/replay-h200-1.csv), 0.52 and 0.62.
 LIVE = 0.6
 
 #: Grid of times, per second: events within a femtosecond are simultaneous.
@@ -246,7 +246,8 @@ class _SimulatedRank:
             elif isinstance(work, MOVES) and index not in self.placed:
                 available = now = now + host.matmul + self._looks_up(step)
             elif isinstance(work, Products) and not same_launch:
-                now += LIVE * host.call * (index in self.tiled)
+                tiled = LIVE * host.call if host.tiled is None else host.tiled
+                now += tiled * (index in self.tiled)
                 now += self._looks_up(step)
                 available = now + host.matmul  # the first product: the host goes on during it
                 now += host.matmul * (1 if step.part else len(work.products))

@@ -124,3 +124,14 @@ def _parts(
         fused = (one for one in steps if one.products and (one.waits or one.label != "own"))
         parts.append(tuple((p.a.rows // GRANULE, p.batch) for p in next(fused).products))
     return tuple(parts)
+
+
+def delay_of_host(problem: Problem, schedule: Schedule, machine: Machine) -> float | None:
+    """Seconds by which a host delays all steps of a call alike, as one that replays recorded calls
+    does; None if it delays them differently."""
+    host = machine.host
+    if host is None or host.matmul or host.copy or host.signal or host.skew:
+        return None
+    if problem.hosts > 1 or schedule.grouping == "tiled":
+        return None
+    return host.collective_call if schedule.mover == "collective" else host.call

@@ -28,7 +28,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "heuristics": (1600, 720),
     "hip_kernels": (1205, 575),
     "integrations": (1020, 525),
-    "machine": (1460, 640),
+    "machine": (1465, 645),
     "nn": (2255, 1085),
     "ops": (5985, 2820),
     "passes": (1975, 1170),
@@ -37,8 +37,8 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "proof": (1810, 1250),
     "runtime": (2170, 1240),
     "schedules": (4680, 2760),
-    "simulate": (1255, 820),
-    "tools": (13650, 7690),
+    "simulate": (1275, 835),
+    "tools": (13660, 7695),
     "__init__.py": (195, 50),
     "__main__.py": (10, 5),
     "accelerator.py": (10, 5),
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 39_600
+LINES_OF_TESTS = 39_620
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.

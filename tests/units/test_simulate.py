@@ -18,6 +18,7 @@ from ficco.plan import Plan, Product, Products, Reduction, Region, Signal, Step,
 from ficco.problems.products import OPERATORS, Problem
 from ficco.schedules import NAMED, Schedule, plan, plans, refusal
 from ficco.simulate import MODES, predict, simulate
+from ficco.simulate.events import LIVE
 from ficco.simulate.timeline import Bar, Timeline, dumps, loads, work
 from ficco.tools.bench import draw as drawing
 from ficco.tools.bench.draw import draw
@@ -246,6 +247,23 @@ def test_idle_calls_wait_for_their_host_in_enqueue_order() -> None:
     late = [(130, 134), (145, 147), (155, 157)]
     assert bars_of(simulate(two_plans, slow, "idle"), 0, "matmul") == late
     assert simulate(two_plans, slow).stop_s == simulate(two_plans, machine).stop_s
+
+
+def test_a_host_that_replays_calls_delays_all_steps_alike() -> None:
+    """But for products whose tiles wait, which are launched after the rest."""
+    problem = problem_of(*[4096] * 4, n=2048, k=4096)
+    alone = Host(1e-3, 3e-3, 0.0, 0.0, 0.0, GIVEN)
+    replays = replace(TOY, host=alone)
+    for name in ("serial:collective", "growing", "hetero-fused-1d:pieces=2", "tiled"):
+        predicted = predict(problem, Schedule.parse(name), replays, "idle")
+        assert predicted == pytest.approx(seconds(problem, name, replays, "idle"), rel=1e-12), name
+    late = {
+        tiled: predict(
+            problem, NAMED["tiled"], replace(TOY, host=replace(alone, tiled=tiled)), "idle"
+        )
+        for tiled in (None, 0.0, LIVE * alone.call, 2e-3)
+    }
+    assert late[None] == late[LIVE * alone.call] and late[0.0] < late[None] < late[2e-3]
 
 
 def test_ranks_that_begin_late_meet_at_the_ports_of_their_peers() -> None:

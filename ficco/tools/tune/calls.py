@@ -31,6 +31,8 @@ ENQUEUED = """
     hetero-unfused-1d:pieces=8 hetero-unfused-1d:pieces=8,pull hetero-fused-1d:pieces=4
     hetero-fused-1d:pieces=8 uniform-fused-1d:pieces=4
 """.split()
+#: A schedule whose product waits by tile.
+TILED = "tiled"
 #: Products in a row whose host time is taken at once.
 PRODUCTS = 8
 #: Calls before host time is taken: an engine may record the first few.
@@ -44,7 +46,9 @@ def host(site: Site) -> Host:
     rows, n, k = site.effort.tiny
     problem = Problem("all_gather_matmul", (rows,) * site.world, n, k, site.effort.dtype)
     a, b = parts.matrix("a", rows, k), parts.matrix("b", k, n)
-    calls = site.gathers(a, b, (*ENQUEUED, "serial:collective"))
+    engine = workspace_of(site.watch.group, site.watch.device).engine
+    waits = on_gpu and not engine.refuses(problem, Schedule.parse(TILED))
+    calls = site.gathers(a, b, (*ENQUEUED, "serial:collective", *[TILED] * waits))
     if not on_gpu:
         product = parts.matmul(rows, n, k)
         calls["products"] = lambda: [product() for _ in range(PRODUCTS)]
@@ -68,7 +72,8 @@ def host(site: Site) -> Host:
         note = "how much later warm calls, which the engine replays, end on an idle GPU"
     note = f"least squares over {len(ENQUEUED)} schedules of {rows} rows per rank; {note}"
     source = site.provenance("fitted", note)
-    return Host(collective_call=collective_call, provenance=source, **each)
+    tiled = max(taken[TILED] - each["call"], 0.0) if waits else None
+    return Host(collective_call=collective_call, provenance=source, tiled=tiled, **each)
 
 
 def counts(whole: Plan) -> tuple[int, int, int]:

@@ -160,10 +160,16 @@ class Enqueued:
     signals: int
 
 
+#: Seconds of an operation that cannot be told from none.
+NOTHING_S = 1e-7
+
+
 def host(times: Sequence[Enqueued]) -> dict[str, float]:
-    """Seconds of a call, and of each matmul, copy and signal that it enqueues."""
+    """Seconds of a call, and of each matmul, copy and signal that it enqueues; 0 if it is less than
+    :data:`NOTHING_S`."""
     matrix = np.array([(o.calls, o.matmuls, o.copies, o.signals) for o in times], float)
-    values = least_squares(matrix, np.array([one.seconds for one in times]))
+    fitted = least_squares(matrix, np.array([one.seconds for one in times]))
+    values = [one * (one >= NOTHING_S) for one in fitted]
     return dict(zip(("call", "matmul", "copy", "signal"), values, strict=True))
 
 
