@@ -354,12 +354,13 @@ def _between(page: str, name: str, text: str, script: str) -> Iterator[str]:
 
 def sources() -> Iterator[str]:
     """Keys of machine files whose documented source is not where `ficco tune` gets them."""
-    written = parse((configs() / "h100-2.yaml").read_text())
+    files = [parse((configs() / f"{name}-2.yaml").read_text()) for name in ("h100", "h200")]
     for kind, blocks in machine_fields.blocks().items():
         who = machine_fields.sources(kind)
         for block in blocks:
-            keys = {*written.get(block, who)}
-            by_hand = {key for key in written.get(block, ()) if who.get(key) == "by hand"}
+            having = [written[block] for written in files if block in written]
+            keys = {key for one in having or [who] for key in one}
+            by_hand = {key for one in having for key in one if who.get(key) == "by hand"}
             # Two ranks share no port, and one mover has no product to be in front of.
             left = {key for key, one in who.items() if one != "by hand"} - keys
             for key in sorted(by_hand | (left - {"sharing", "in_front"})):

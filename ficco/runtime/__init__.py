@@ -3,8 +3,8 @@
 =========  ===================================================================
 module     subject
 =========  ===================================================================
-program    a Plan as operations of an engine, and ranges for profilers
-workspace  engine, slots, programs and decisions of a group, and the path of its calls
+calls      the path of a call, a Plan as operations of an engine, and ranges for profilers
+workspace  engine, slots, programs and decisions of a group
 board      what ranks and hosts tell each other of their calls
 watchdog   calls that are stuck, and their errors
 counters   counts of calls, and blocks that refuse calls that hide nothing
