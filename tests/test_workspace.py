@@ -204,6 +204,18 @@ def test_kinds_of_calls_not_met_again_are_forgotten(monkeypatch: pytest.MonkeyPa
     assert list(repeatable) == ["too many"]
 
 
+def test_a_closed_group_is_forgotten_where_another_engine_has_the_same_calls() -> None:
+    """The key of a call names neither the engine nor the device."""
+    repeatable.clear()
+    guard = SimpleNamespace(check=lambda *operands: False)  # the layouts differ
+    closed, open_ = workspace_on(Engine()), workspace_on(Engine())
+    for workspace in (closed, open_):
+        cached = CachedCall(a_plan(), 0, False, None)
+        remember("kind", Known(workspace, cached, Options(), (), guard))
+    closed._forget()
+    assert not any(known.workspace is closed for kinds in repeatable.values() for known in kinds)
+
+
 def _in_child(fn: Any) -> Any:
     """The result of a function in a forked process, which then ends as interpreters do."""
     read_end, write_end = os.pipe()

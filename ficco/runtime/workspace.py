@@ -399,8 +399,8 @@ class Workspace:
 
     def _forget(self) -> None:
         """Let no call repeat an earlier one of this group."""
-        for key, known in list(repeatable.items()):  # threads may add others
-            if known[0].workspace is self:
+        for key, kinds in list(repeatable.items()):  # threads may add others
+            if any(known.workspace is self for known in kinds):
                 repeatable.pop(key, None)
 
     def slot(self, plan: Plan, single: int) -> Slot | None:
