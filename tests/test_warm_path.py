@@ -219,6 +219,30 @@ def test_calls_are_repeated_only_for_operands_like_the_earlier_ones_in_the_same_
 
 
 @on_ranks(2)
+def test_repeated_calls_are_cast_as_autocast_says_at_the_call(at: Rank) -> None:
+    """PyTorch's guards do not see the dtype of autocast."""
+    a, b = torch.ones(8, 4, dtype=torch.bfloat16), torch.ones(4, 6, dtype=torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            for _ in range(3):
+                assert ficco.all_gather_matmul(a, b, schedule="growing").dtype == dtype
+
+
+@on_ranks(2)
+def test_calls_of_subclasses_reach_their_operators_each_time(at: Rank) -> None:
+    """In inference mode the operator of ``torch.library`` runs under the modes of its caller."""
+
+    class Subclass(torch.Tensor):
+        pass
+
+    b = torch.ones(4, 6)
+    with torch.inference_mode():
+        for _ in range(3):
+            out = ficco.all_gather_matmul(torch.ones(8, 4).as_subclass(Subclass), b)
+            assert type(out) is Subclass and torch.equal(out, torch.full((16, 6), 4.0))
+
+
+@on_ranks(2)
 def test_repeated_calls_are_profiled_and_may_run_in_gradient_mode(at: Rank) -> None:
     """As a backward does that is itself differentiated."""
     a, b = torch.ones(8, 4), torch.ones(4, 6, requires_grad=True)

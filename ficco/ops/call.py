@@ -23,6 +23,7 @@ from ficco.dma.engine import Engine
 from ficco.errors import FiccoError, warn_once
 from ficco.heuristics import Decision, decide
 from ficco.ops import problem_log
+from ficco.ops.entry import watched
 from ficco.ops.operands import (
     LEFT,
     Scales,
@@ -138,9 +139,10 @@ def inert(*operands: torch.Tensor) -> bool:
 
 
 def guard_of(*operands: torch.Tensor) -> Any:
-    """Return a check of operands, see :class:`Known`; None if there is none."""
+    """Return a check of operands, see :class:`Known`; None if there is none. Subclasses override
+    operators, and a guard outlives their types."""
     guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-    if guards is None or len(set(map(id, operands))) < len(operands):
+    if guards is None or watched(*operands) or len(set(map(id, operands))) < len(operands):
         return None
     sizes, strides = [[*one.shape] for one in operands], [[*one.stride()] for one in operands]
     return guards(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)

@@ -538,7 +538,8 @@ def operate(
 ) -> Result:
     """Return the product of one call, and the gathered A or None."""
     try:  # in place of the decorator `tells_refusals`, which would be one more call
-        if scales is None and not is_dynamo_compiling():
+        casts = torch._C._is_any_autocast_enabled()  # before :func:`run`, which repeats calls too
+        if scales is None and not (casts or is_dynamo_compiling()):
             ranks: Any = c10d._world.default_pg if group is None else group
             arguments: Any = schedule, rows, return_gathered
             if (result := repeated(ranks, operator, a, b, *arguments)) is not None:
@@ -553,7 +554,7 @@ def operate(
             refuse_other_modes(a, b)
         if scales is not None:
             return _scaled(operator, a, b, ranks, schedule, rows, return_gathered, scales)
-        if torch._C._is_any_autocast_enabled():
+        if casts:
             a, b = under_autocast(a, b)
         if traced:
             refuse_derivatives()
