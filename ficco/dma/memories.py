@@ -171,18 +171,21 @@ class Gate:
 
     def __enter__(self) -> None:
         self.inside.append(None)
-        if self.shut:
-            self.wait()
-        self.passed += 1
+        try:
+            if self.shut:
+                self.wait()
+            self.passed += 1
+        except BaseException:
+            self.inside.pop()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.inside.pop()
 
     def wait(self) -> None:
-        """Leave a gate that is shut, and enter it again once it is open."""
-        self.inside.pop()
+        """Wait until a gate that is shut is open. Its entry keeps the call inside meanwhile."""
         with self._lock:
-            self.inside.append(None)
+            pass
 
     @contextmanager
     def recording(self) -> Iterator[bool]:

@@ -107,6 +107,33 @@ def test_a_thread_that_fails_or_is_interrupted_leaves_the_gate() -> None:
     assert entered_by_a_thread(gate.waiting()).wait(PATIENCE_S)
 
 
+def test_a_call_that_is_interrupted_at_a_shut_gate_leaves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its entry, and no other, is removed: a call of another thread is half enqueued."""
+
+    class Interrupted:
+        def __enter__(self) -> None:
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    gate = Gate()
+    gate.shut, gate._lock = 1, Interrupted()  # type: ignore[assignment]
+    monkeypatch.setattr("ficco.dma.gpu.GATE", gate)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    engine: Any = object.__new__(GpuEngine)
+    engine.device = torch.device("cuda", 0)
+    for others in ([], [None]):
+        gate.inside = [*others]
+        with pytest.raises(KeyboardInterrupt):
+            engine.execute(None, None)
+        with pytest.raises(KeyboardInterrupt), gate:
+            pass
+        assert gate.inside == others
+
+
 def test_a_handler_that_makes_a_call_or_frees_does_not_wait_for_its_own_thread() -> None:
     gate = Gate()
 
