@@ -163,6 +163,19 @@ def test_mismatch_when_warm(schedule: str, difference: str) -> None:
     test_faults.assert_mismatch(outcomes, 2)
 
 
+@on_ranks(2)
+def test_a_peer_that_refuses_is_named_while_a_repeated_call_blocks_its_host(at: Rank) -> None:
+    """As with CUDA_LAUNCH_BLOCKING. A repeated call is posted after it is enqueued."""
+    group, a, b = dist.new_group([0, 1]), torch.ones(4, 8), torch.ones(8, 4)
+    for _ in range(4):
+        ficco.all_gather_matmul(a, b, group=group, schedule="growing")
+    refused = ValueError if at.rank else errors.RankMismatch
+    with pytest.raises(refused, match="required as many columns of a_shard"):
+        ficco.all_gather_matmul(a, b[at.rank :], group=group, schedule="growing")
+    at.barrier()
+    leave(group)
+
+
 def _with_blocked_queries(at: Rank) -> None:
     case = equal(3, 6, 8, 4, schedule="growing")
     for iteration in range(3):

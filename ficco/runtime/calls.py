@@ -306,7 +306,7 @@ def repeat(
         tensors: the operands, used as they are, and results that exist. The other buffers, which
             must have contiguous rows, are added.
     """
-    workspace, cached, begun = known.workspace, known.cached, False
+    workspace, cached = known.workspace, known.cached
     try:
         workspace.begin(operator, options)
         engine = workspace.engine
@@ -321,13 +321,13 @@ def repeat(
             if program is None:
                 program = cached.eager[turn] = program_of(workspace, cached)
             return execute(workspace, cached, call, program)
-        begun = True
+        workspace.enqueued = cached
         engine.execute(program, call)  # the guard says that no operand needs a gradient
         _announce(workspace, cached, operator, purpose)
-        workspace.thread = 0
+        workspace.enqueued, workspace.thread = None, 0
     except BaseException as error:
-        if begun:  # peers may wait for what is enqueued
-            workspace.board.post(workspace.calls, cached.digest)
+        workspace.post_enqueued()  # peers may wait for what is enqueued
+        workspace.enqueued = None
         workspace.end(error)
         raise
 

@@ -65,6 +65,9 @@ class Watched(Protocol):
     def slots(self) -> list[Slot]:
         """Slots with calls that may be in flight."""
 
+    def post_enqueued(self) -> None:
+        """Post a call that a thread has begun to enqueue."""
+
     def fail(self, error: BaseException) -> None:
         """Make all further calls raise this error, and publish it to the peers."""
 
@@ -209,6 +212,7 @@ class Watchdog:
             stuck = stuck or self._waits[id(slot)].ends(limit, error, at - begin)
             if self._ended and at - max(begin, *self._ended.values()) > ENDED_S:
                 stuck = stuck or self._orphaned(slot, running, at - begin)
+        workspace.post_enqueued()
         # An error of this workspace comes first: an interrupted call may have left others waiting.
         # A mismatch comes next: mismatched calls can end before a timeout, with wrong results.
         return workspace.error or workspace.board.mismatch(workspace.calls) or stuck

@@ -237,10 +237,12 @@ class Workspace:
         error: the error that made the group unusable; None while the group is usable.
         block_open: whether a block of :func:`ficco.arriving` is open.
         thread: identifier of the thread inside a call; 0 if there is none.
+        enqueued: kind of the latest call while the thread enqueues it before posting it.
     """
 
     block_open = False
     thread = 0
+    enqueued: CachedCall | None = None
 
     def __init__(
         self,
@@ -347,6 +349,15 @@ class Workspace:
             self.error = copy.copy(error)  # without its traceback, which keeps tensors alive
         if self._published is not None:
             self._tell(*self._published)
+
+    def post_enqueued(self) -> None:
+        """Post the latest call if its thread has not finished enqueueing it, so that the ranks can
+        compare it. The watchdog calls this, since the driver can block that thread."""
+        number, cached = self.calls, self.enqueued
+        if cached is not None and number == self.calls:
+            self.board.post(number, cached.digest)
+            if self.error is not None:  # the entry may overwrite that of the error
+                self.fail(self.error)
 
     def _tell(self, text: str, how: str) -> None:
         self.board.post(self.calls, self.board.describe(text, same_as=how))

@@ -98,6 +98,9 @@ class Workspace:
         self.engine, self.board = Engine(running, ending), Board(error)
         self.error: BaseException | None = None
 
+    def post_enqueued(self) -> None:
+        pass
+
     def fail(self, error: FiccoError) -> None:
         self.error = error
 
