@@ -187,6 +187,7 @@ def test_calls_are_repeated_only_for_operands_like_the_earlier_ones_in_the_same_
         "subclass": (a.as_subclass(Subclass), b),
         "parameter": (a, nn.Parameter(b)),
         "gradient": (a, leaf),
+        "uninitialized": (nn.UninitializedParameter(), b),
         "no tensor": (a, [b]),
         "no schedule": (a, b, []),
         "same": (a[:4, :4], a[:4, :4]),
@@ -240,6 +241,16 @@ def test_calls_of_subclasses_reach_their_operators_each_time(at: Rank) -> None:
         for _ in range(3):
             out = ficco.all_gather_matmul(torch.ones(8, 4).as_subclass(Subclass), b)
             assert type(out) is Subclass and torch.equal(out, torch.full((16, 6), 4.0))
+
+
+@on_ranks(2)
+def test_rows_that_only_equal_those_of_an_earlier_call_are_refused(at: Rank) -> None:
+    a, b = torch.ones(8, 4), torch.ones(4, 6)
+    for _ in range(2):
+        ficco.all_gather_matmul(a, b, schedule="growing", rows=(8, 8))
+    with pytest.raises(ValueError, match="required 2 numbers of rows"):
+        ficco.all_gather_matmul(a, b, schedule="growing", rows=(8.0, 8.0))  # type: ignore[arg-type]
+    assert torch.equal(ficco.all_gather_matmul(a, b, rows=(8, 8)), torch.full((16, 6), 4.0))
 
 
 @on_ranks(2)

@@ -108,7 +108,7 @@ def repeated(
     try:
         arguments = schedule, rows, return_gathered, purpose
         kinds = repeatable[group, operator, *arguments, a.shape, b.shape]
-    except (AttributeError, KeyError, TypeError):  # also arguments that are perhaps refused
+    except (AttributeError, KeyError, RuntimeError, TypeError):  # some arguments are refused later
         return None
     for known in kinds:
         if known.guard.check(a, b):

@@ -538,11 +538,12 @@ def operate(
 ) -> Result:
     """Return the product of one call, and the gathered A or None."""
     try:  # in place of the decorator `tells_refusals`, which would be one more call
-        casts = torch._C._is_any_autocast_enabled()  # before :func:`run`, which repeats calls too
-        if scales is None and not (casts or is_dynamo_compiling()):
+        casts = torch._C._is_any_autocast_enabled()
+        # Operands may have to be cast, and rows to be checked, before `run` repeats a call.
+        if rows is scales is None and not (casts or is_dynamo_compiling()):
             ranks: Any = c10d._world.default_pg if group is None else group
-            arguments: Any = schedule, rows, return_gathered
-            if (result := repeated(ranks, operator, a, b, *arguments)) is not None:
+            result = repeated(ranks, operator, a, b, schedule, None, return_gathered)
+            if result is not None:
                 return result
         traced = watched(a, b)
         if traced and not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
