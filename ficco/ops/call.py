@@ -73,23 +73,22 @@ def run(
     [W, rows, columns].
     """
     rows = rows if rows is None else frozen(rows)
-    plain = out is None and scales is None and not transposed
-    if plain:
+    usual = out is None and scales is None and not transposed
+    if usual:
         arguments = schedule, rows, return_gathered, purpose
-        if (result := repeated(group, operator, a, b, *arguments)) is not None:
+        if (result := repeated(group, operator, a, b, *arguments, cast=True)) is not None:
             return result
     options, shard = current(), a
     workspace = workspace_for(group, a.device, operator, options)
-    if plain and a.layout is torch.strided and a.dim() > 2:
+    if usual and a.layout is torch.strided and a.dim() > 2:
         a = a.flatten(0, -2)
     request = schedule, rows, return_gathered, out, purpose, scales, transposed
     invocation = ProductCall(operator, a, b, *request)
     call = perform(workspace, invocation, options)
-    if plain and invocation.repeats(workspace.engine, a, b) and (guard := guard_of(shard, b)):
-        key = group, operator, *arguments, shard.shape, b.shape
-        layout = layout_of(call)
-        known = Known(workspace, invocation.cached, options, layout, guard, inert(shard, b))
-        remember(key, known, shard, b)
+    if usual and invocation.repeats(workspace.engine, a, b) and (guard := guard_of(shard, b)):
+        modes = inert(shard, b), torch._C._is_any_autocast_enabled()
+        known = Known(workspace, invocation.cached, options, layout_of(call), guard, *modes)
+        remember((group, operator, *arguments, shard.shape, b.shape), known, shard, b)
     return call.tensors["out"], call.tensors["gathered"] if return_gathered else None
 
 
@@ -102,9 +101,11 @@ def repeated(
     rows: Rows,
     return_gathered: bool,
     purpose: str = "",
+    cast: bool = False,
 ) -> Result | None:
     """Run an eager call by the steps of an earlier one with the same arguments, and operands of the
-    same layout under the same modes. None if there was none, or if the call needs other checks."""
+    same layout under the same modes. None if there was none, or if the call needs other checks.
+    ``cast``: autocast has cast the operands."""
     try:
         arguments = schedule, rows, return_gathered, purpose
         kinds = repeatable[group, operator, *arguments, a.shape, b.shape]
@@ -120,7 +121,7 @@ def repeated(
         return None
     if workspace.error or workspace.closed or workspace.thread or workspace.block_open:
         return None
-    if not known.inert and torch.is_grad_enabled():
+    if (known.autocast and not cast) or (not known.inert and torch.is_grad_enabled()):
         return None
     if _len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return None

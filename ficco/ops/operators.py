@@ -538,9 +538,7 @@ def operate(
 ) -> Result:
     """Return the product of one call, and the gathered A or None."""
     try:  # in place of the decorator `tells_refusals`, which would be one more call
-        casts = torch._C._is_any_autocast_enabled()
-        # Operands may have to be cast, and rows to be checked, before `run` repeats a call.
-        if rows is scales is None and not (casts or is_dynamo_compiling()):
+        if rows is None and scales is None and not is_dynamo_compiling():
             ranks: Any = c10d._world.default_pg if group is None else group
             result = repeated(ranks, operator, a, b, schedule, None, return_gathered)
             if result is not None:
@@ -555,7 +553,7 @@ def operate(
             refuse_other_modes(a, b)
         if scales is not None:
             return _scaled(operator, a, b, ranks, schedule, rows, return_gathered, scales)
-        if casts:
+        if torch._C._is_any_autocast_enabled():
             a, b = under_autocast(a, b)
         if traced:
             refuse_derivatives()

@@ -316,13 +316,13 @@ def repeat(
         call, turn = Call(tensors, layout=known.layout), workspace.calls % SLOTS
         program = cached.eager.get(turn)
         watched = counters.blocks or _records or active()
-        if program is None or watched or known.guard is None or not engine.asynchronous:
+        if program is None or watched or not engine.asynchronous:
             _announce(workspace, cached, operator, purpose)
             if program is None:
                 program = cached.eager[turn] = program_of(workspace, cached)
             return execute(workspace, cached, call, program)
         workspace.enqueued = cached
-        engine.execute(program, call)  # the guard says that no operand needs a gradient
+        engine.execute(program, call)  # no operand needs a gradient
         _announce(workspace, cached, operator, purpose)
         workspace.enqueued, workspace.thread = None, 0
     except BaseException as error:

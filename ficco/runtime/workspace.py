@@ -162,6 +162,7 @@ class Known(NamedTuple):
             are under the same modes: of autocast, dispatch, transforms and tracing. None if the key
             tells enough.
         inert: no operand requires a gradient; otherwise only calls without gradients are known.
+        autocast: the operands were cast before; the guard does not see the dtype of autocast.
     """
 
     workspace: Workspace
@@ -170,6 +171,7 @@ class Known(NamedTuple):
     layout: tuple[Any, ...]
     guard: Any = None
     inert: bool = True
+    autocast: bool = False
 
 
 #: Eager calls that can be repeated, by their arguments; for each, operands in a few layouts.

@@ -30,12 +30,12 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "integrations": (1020, 525),
     "machine": (1465, 645),
     "nn": (2255, 1085),
-    "ops": (5985, 2820),
+    "ops": (5990, 2820),
     "passes": (1975, 1170),
     "plan": (1110, 540),
     "problems": (2425, 1090),
     "proof": (1810, 1250),
-    "runtime": (2170, 1240),
+    "runtime": (2190, 1250),
     "schedules": (4680, 2760),
     "simulate": (1275, 835),
     "tools": (13660, 7695),
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 39_620
+LINES_OF_TESTS = 39_710
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
