@@ -139,18 +139,23 @@ CODES = {"nothing": "ENOENT", "a file": "ESTALE", "a socket": "ENXIO", OTHERS: "
 def test_the_reason_of_a_peer_giving_up_is_raised(at: Rank, explains: bool, reused: str) -> None:
     """Rank 1 gives up after it has published its memory and before a peer maps it. ``reused`` is
     the kind of file that its descriptor refers to afterwards."""
-    gives_up = at.rank == 1
+    gives_up, opens = at.rank == 1, list[bool]()
     files: list[Any] = []
 
     class Broken(HostMemory):
-        def _open(self, *peer: Any) -> Any:
+        def _open(self, rank: int, hello: dict[str, Any], here: str) -> Any:
             if gives_up:
                 raise KeyboardInterrupt
-            time.sleep(0.2)  # until rank 1 has closed its memory
-            return super()._open(*peer)
+            while (reused == "nothing") == bool(file := descriptor(hello)) or file == hello["file"]:
+                time.sleep(1e-3)  # until rank 1 has closed its memory
+            opens.append(True)
+            return super()._open(rank, hello, here)
+
+    def descriptor(hello: dict[str, Any]) -> Any:
+        return host._file(f"/proc/{hello['pid']}/fd/{hello['fd']}")
 
     def interrupt() -> None:
-        if explains:
+        if explains and opens:
             raise KeyError("reason of the peer")
 
     def share() -> None:
