@@ -275,9 +275,9 @@ class _Hook:
 
     def run(self, workspace: Workspace, key: Hashable, call: WeightCall) -> None:
         """Run a call. ``key``: of its kind, by what can be read fast."""
-        for known in repeatable.get((workspace, key), ()):
-            tensors = {known.cached.left: call.source, "out": call.out}
-            return repeat(known, call.operator, "", self.options, tensors)
+        if kinds := repeatable.get((workspace, key)):
+            tensors = {kinds[0].cached.left: call.source, "out": call.out}
+            return repeat(kinds[0], call.operator, "", self.options, tensors)
         with carried(self.options):
             perform(workspace, call, self.options)
             cached = workspace.programs[call.key(workspace, self.options)]

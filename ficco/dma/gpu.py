@@ -113,7 +113,7 @@ class GpuEngine(WatchedEngine):
         self.replayed = Replays(driver)
         self._writes_reach: bool | None = None if signals == "auto" else signals == "write"
         self._signals, self._serial = signals, 0
-        # By the capturing stream, 0 for eager calls: cuBLAS has a workspace for each stream.
+        # By capturing stream, 0 if eager: graphs may overlap, cuBLAS has a workspace per stream.
         self._streams: dict[int, dict[str, Stream]] = {0: {}}
         self._lanes: dict[tuple[int, bool], Lanes] = {}  # by the caller's stream
         self._allocate: Allocate | None = None
@@ -614,7 +614,7 @@ class GpuEngine(WatchedEngine):
         if torch._C._cuda_getDevice() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.execute(program, call)
-        GATE.inside.append(None)  # what `with GATE` does in two more calls
+        GATE.inside.append(None)  # `with GATE` would add two calls
         try:
             if GATE.shut:
                 GATE.wait()

@@ -388,7 +388,7 @@ MAX_RECORDED = 512
 FREE_RECORDINGS, PAYING_REPLAYS = 128, 4
 
 
-#: Getters of the settings of numbers that affect which kernels run for the same operands, by the
+#: Getters of the numerical settings that affect which kernels run for the same operands, by the
 #: dtype of the products that a setting is for; "" for all. A recording keeps PyTorch's preferred
 #: BLAS and share of SMs: to read both would take 20 us of a call whose caches are cold (x86-64).
 _SETTINGS = [

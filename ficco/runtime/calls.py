@@ -306,7 +306,7 @@ def repeat(
         tensors: the operands, used as they are, and results that exist. The other buffers, which
             must have contiguous rows, are added.
     """
-    workspace, cached = known.workspace, known.cached
+    workspace, cached, begun = known.workspace, known.cached, False
     try:
         workspace.begin(operator, options)
         engine = workspace.engine
@@ -321,13 +321,14 @@ def repeat(
             if program is None:
                 program = cached.eager[turn] = program_of(workspace, cached)
             return execute(workspace, cached, call, program)
-        workspace.enqueued = cached
+        workspace.enqueued, begun = cached, True
         engine.execute(program, call)  # no operand needs a gradient
         _announce(workspace, cached, operator, purpose)
         workspace.enqueued, workspace.thread = None, 0
     except BaseException as error:
-        workspace.post_enqueued()  # peers may wait for what is enqueued
-        workspace.enqueued = None
+        if begun:  # and not another thread, whose call refuses this one
+            workspace.post_enqueued()  # peers may wait for what is enqueued
+            workspace.enqueued = None
         workspace.end(error)
         raise
 

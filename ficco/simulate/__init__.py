@@ -57,7 +57,7 @@ def predict(problem: Problem, schedule: Schedule, machine: Machine, mode: str = 
     every rank: there the ranks with the longest products stand for all, which leaves out that the
     others' copies meet a little less contention. On a mesh all ranks are as late as the last one.
     Where such a product is sent over a switch, ranks that get out of step meet at each other's
-    ports, so that all are simulated.
+    ports, so that all are simulated. A host that delays all steps alike is added, not simulated.
 
     Raises:
         ValueError: as :func:`simulate`.

@@ -1,4 +1,5 @@
-"""Whether one rank stands for all, and which one: facts of the arguments of a prediction."""
+"""Whether one rank stands for all, which one, and whether a host delays all steps alike: facts of
+the arguments of a prediction."""
 
 from __future__ import annotations
 
