@@ -63,10 +63,10 @@ class Fused:
         """Whether one launch has room for the operations."""
         return max(len(self.begin) + len(self.front), len(self.rear)) <= MAX_SIGNALS
 
-    def signals(self, arrived: int, mine: Container[int]) -> Signals:
-        """Arguments of a launch; ``mine`` are addresses of this rank's own words."""
+    def signals(self, arrived: int, mine: Container[int], reads: bool = False) -> Signals:
+        """Arguments of a launch. ``mine``: this rank's words; ``reads``: as of :class:`Launch`."""
         front = script(self.front, mine, everyone=True, aside=self.begin)
-        return Signals(arrived, front, script(self.rear, mine))
+        return Signals(arrived, front, script(self.rear, mine, released=reads))
 
 
 def in_front(
@@ -107,15 +107,14 @@ def script(
     mine: Container[int],
     everyone: bool = False,
     aside: Sequence[MemOp] = (),
+    released: bool = False,
 ) -> Script:
     """Waits and writes of a stream as a script of one launch, after the writes ``aside``, which no
-    other step is ordered after. With ``everyone`` every block carries out the waits at the end.
-
-    A run of writes to peers (words that are not in ``mine``) becomes visible after all writes
-    before it: its first write is a release.
+    other step is ordered after. With ``everyone`` every block carries out the waits at the end. The
+    first of a run of writes to peers (words that are not in ``mine``) is a release: the run becomes
+    visible after all writes before it. ``released``: a run at the beginning needs no release.
     """
     steps = [ScriptStep(op.address, op.value, wide=op.kind == WRITE_64) for op in aside]
-    released = False  # the step before writes to a peer, too
     for op in ops:
         to_peer = _writes(op) and op.address not in mine
         wide, release = op.kind == WRITE_64, to_peer and not released

@@ -298,10 +298,9 @@ class GpuEngine(WatchedEngine):
                 sends.append((places.place(move.dst)[0], words[0]))
 
         def work(call: Call, signals: Signals) -> None:
-            parts = [view(call) for view in views]
             homes = [(come, word, view(call)) for come, word, view in keeps]
-            ends = sends, homes, len(words)
-            kernels.two_shot(result(call), parts, *ends, signals, call.state[lane])
+            rest = sends, homes, len(words), signals, call.state[lane]
+            kernels.two_shot(result(call), [view(call) for view in views], *rest)
 
         return Launch(work, self._counter(program, lane), self._words(program).own, sums=True)
 
@@ -569,7 +568,7 @@ class GpuEngine(WatchedEngine):
         at_peers = any(part.rank != self.rank for part in reduction.parts)
         if self.driver.fuses and at_peers and lane == "compute0" and factor == 1:
             arrived, mine = self._counter(program, lane), self._words(program).own
-            return Launch(work, arrived, mine, sums=True)
+            return Launch(work, arrived, mine, sums=True, reads=True)
         return lambda call: kernels.reduce(result(call), parts(call), call.state[lane], factor)
 
     def combine(

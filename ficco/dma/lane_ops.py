@@ -145,6 +145,7 @@ class Launch:
         mine: addresses of this rank's own words.
         spins: the launch has so few blocks that all may spin.
         sums: the launch sums data in peers' memory, and carries out all waits and writes before.
+        reads: peers read nothing that the launch writes, so a first post need not be a release.
         around: waits and writes that the launch carries out.
     """
 
@@ -153,12 +154,13 @@ class Launch:
     mine: range
     spins: bool = False
     sums: bool = False
+    reads: bool = False
     around: Fused = Fused()
 
     @cached_property
     def signals(self) -> Signals | None:
         bare = self.around == Fused() and not self.sums
-        return None if bare else self.around.signals(self.arrived, self.mine)
+        return None if bare else self.around.signals(self.arrived, self.mine, self.reads)
 
     def __call__(self, call: Call) -> None:
         self.work(call, self.signals)

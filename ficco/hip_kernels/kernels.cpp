@@ -235,13 +235,19 @@ INLINE void carry_out_front(const Script& front) {
   barrier();
 }
 
-// One thread of each of `blocks` blocks calls this. Returns true for the last caller, which then
-// sees the stores that the other blocks have released. `arrived` is 0 before and after.
+// One thread of each of `blocks` blocks calls this. Returns true for the last caller. `arrived` is 0
+// before and after.
 INLINE bool last_of(u32 blocks, u32* arrived) {
   if (add_device(arrived) != blocks - 1) return false;
-  acquire_device();
   store_system(arrived, 0);
   return true;
+}
+
+// The last block carries out `rear`, and sees the stores that the other blocks have released.
+INLINE void carry_out_rear(const Script& rear, u32 blocks, u32* arrived) {
+  if (!last_of(blocks, arrived)) return;
+  acquire_device();
+  carry_out(rear, 0, rear.count);
 }
 
 // COPY between two scripts. The last block to finish carries out `rear`.
@@ -257,7 +263,7 @@ INLINE bool last_of(u32 blocks, u32* arrived) {
     barrier();                                                                                   \
     if (thread_index() != COPY_THREADS - 1) return;                                              \
     release_system();                                                                            \
-    if (last_of(all_blocks, arrived)) carry_out(rear, 0, rear.count);                            \
+    carry_out_rear(rear, all_blocks, arrived);                                                   \
   }
 
 EXCHANGE(ficco_exchange_aligned, copy_aligned)
@@ -608,7 +614,9 @@ INLINE void combine(T* out, const T* rows, const u64* picked, u64 by_token, u64 
 COMBINE(ficco_combine_bfloat16, bf16)
 COMBINE(ficco_combine_float16, f16)
 
-// A reduction of parts in peers' memory, on few blocks, between two scripts.
+// A reduction of parts in peers' memory, on few blocks, between two scripts. A peer only has to know
+// that its part has been read, and the loads of a block are complete at its barrier. So no fence is
+// needed before `rear` (2 H200: three took 1.1 us of 19).
 #define ONE_SHOT(name, T)                                                                        \
   KERNEL(ONE_SHOT_THREADS)                                                                       \
   name(T* out, CONSTANT Parts parts, u32 count, u32 blocks, u64 vectors, u64 elements,           \
@@ -619,7 +627,6 @@ COMBINE(ficco_combine_float16, f16)
                                                        width, pitch, out_pitch, blocks);         \
     barrier();                                                                                   \
     if (thread_index() != ONE_SHOT_THREADS - 1) return;                                          \
-    release_device();                                                                            \
     if (last_of(blocks, arrived)) carry_out(rear, 0, rear.count);                                \
   }
 
@@ -659,7 +666,7 @@ struct Shares {
     barrier();                                                                                   \
     if (thread_index() != ONE_SHOT_THREADS - 1) return;                                          \
     release_device();                                                                            \
-    if (last_of(blocks, arrived)) carry_out(rear, 0, rear.count);                                \
+    carry_out_rear(rear, blocks, arrived);                                                       \
   }
 
 INLINE void exchange_sums(const Shares& shares, u32 blocks) {

@@ -134,6 +134,8 @@ def test_blocks_that_carry_out_a_script() -> None:
     assert signals.front.steps == script(waits(4, 8), OWN, aside=begin).steps
     assert (signals.front.aside, signals.front.alone) == (1, 1)
     assert signals.rear.steps == script(fused.rear, OWN).steps
+    rear = Fused(rear=(*writes(2000), *waits(4), *writes(2004))).signals(5000, OWN, reads=True).rear
+    assert [step.address for step in rear.steps if step.behind] == [2004]
 
 
 def test_a_script_is_packed_as_the_kernel_reads_it() -> None:
