@@ -17,6 +17,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,6 +47,8 @@ STEPS = Schema(
 )
 #: Cycles that the GPU sleeps before a queued step, about 70 ms.
 AHEAD = 140_000_000
+#: Products in a row: few after a pause, or so many that the GPU reaches its limit of power.
+PRODUCTS = 5, 40
 
 
 #: Functions that prepare a model after ``fully_shard``, by name of the variant.
@@ -139,14 +142,15 @@ def steps(models: dict[str, Any], tokens: int, rounds: int, device: torch.device
 
 
 def products(models: dict[str, Any], rounds: int, device: torch.device) -> list[Any]:
-    """Rows of round, variant and milliseconds of products, without gathers or during gathers."""
+    """Rows of products in a row, round, variant and milliseconds of a product, without gathers or
+    during gathers."""
     a = torch.randn(8192, WIDTH, device=device, dtype=torch.bfloat16)
     b = torch.randn(WIDTH, HIDDEN, device=device, dtype=torch.bfloat16)
     side, shuffle, rows = torch.cuda.Stream(priority=-1), random.Random(1), []
     out = torch.empty(8192, HIDDEN, device=device, dtype=torch.bfloat16)
     count = 109_000_000
     names = ["alone", *models]
-    for turn in range(rounds + 1):
+    for calls, turn in product(PRODUCTS, range(rounds + 1)):
         shuffle.shuffle(names)
         for name in names:
             dist.barrier()
@@ -155,19 +159,20 @@ def products(models: dict[str, Any], rounds: int, device: torch.device) -> list[
                 (group,) = fsdp._param_groups(models[name][0])
                 gathers, ranks = group._all_gather_comm, group._all_gather_process_group
                 with torch.cuda.stream(side):
-                    for _ in range(20):
+                    for _ in range(4 * calls):
                         size = (count * dist.get_world_size(),)
                         gathered = gathers.allocate(size, dtype=torch.bfloat16, device=device)
                         own = gathered.narrow(0, count * dist.get_rank(), count)
                         gathers(output_tensor=gathered, input_tensor=own, group=ranks)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            for _ in range(5):
+            for _ in range(calls):
                 torch.mm(a, b, out=out)
             end.record()
             torch.cuda.synchronize()
             if turn:
-                rows.append((turn - 1, name, largest(begin.elapsed_time(end) / 5, device)))
+                ms = largest(begin.elapsed_time(end) / calls, device)
+                rows.append((calls, turn - 1, name, ms))
     return rows
 
 
@@ -181,7 +186,7 @@ def write(path: Path, header: Sequence[str], rows: list[Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192])
     parser.add_argument("--blocks", type=int, default=BLOCKS)
     parser.add_argument("--rounds", type=int, default=9)
     names, default = [*VARIANTS], [BASELINE, "gathers", "both"]
@@ -210,7 +215,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         args.folder.mkdir(parents=True, exist_ok=True)
         write(args.folder / "steps.csv", [*STEPS.columns][1:], rows)
-        write(args.folder / "products.csv", ("round", "variant", "ms"), mm_rows)
+        write(args.folder / "products.csv", ("calls", "round", "variant", "ms"), mm_rows)
         for tokens in args.tokens:
             for column, mode in ((3, "from an idle GPU"), (5, "queued")):
                 times = {(row[2], row[1]): row[column] for row in rows if row[0] == tokens}
@@ -219,8 +224,11 @@ def main() -> None:
                     ratio = median(times[name, r] / times[BASELINE, r] for r in turns)
                     middle = median(times[name, r] for r in turns)
                     print(f"{tokens} {mode}, {name}: {middle:.2f} ms, {ratio:.3f} of {BASELINE}")
-        for name in ("alone", *models):
-            print("products", name, f"{median(ms for _, n, ms in mm_rows if n == name):.3f} ms")
+        by_row = {row[:3]: row[3] for row in mm_rows}
+        for calls, name in product(PRODUCTS, ("alone", *models)):
+            each = [(by_row[calls, r, name], by_row[calls, r, "alone"]) for r in range(args.rounds)]
+            ratio, middle = median(ms / alone for ms, alone in each), median(ms for ms, _ in each)
+            print(f"{calls} products, {name}: {middle:.3f} ms, {ratio:.3f}")
         print("symmetric memory:", ficco.memory() >> 20, "MiB", flush=True)
     faulthandler.cancel_dump_traceback_later()
     ficco.close()
