@@ -227,7 +227,7 @@ def _in_child(fn: Any) -> Any:
             os._exit(0)
     os.close(write_end)
     with open(read_end, "rb") as answers:
-        answer = answers.read() if select.select([answers], [], [], 10)[0] else b""
+        answer = answers.read() if select.select([answers], [], [], 60)[0] else b""
     if not answer:
         os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

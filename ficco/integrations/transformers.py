@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ficco.errors import warn_once
 from ficco.integrations import client
@@ -162,11 +162,14 @@ class FiccoLayer(stock.TensorParallelLayer):
         return module
 
 
-def _of_plain_tensors(module: nn.Module) -> nn.Module:
-    """The module with its local parameters, for one call: DTensors take longer than a norm."""
+def _of_plain_tensors(module: nn.Module, gradients: Placement) -> nn.Module:
+    """The module with its local parameters, for one call: DTensors take longer than a norm.
+    ``gradients``: placement of the gradients of the parameters."""
     plain = object.__new__(type(module))
-    parameters: dict[str, Any] = module._parameters
-    local = {name: local_of(parameter) for name, parameter in parameters.items()}
+    local: dict[str, Any] = {
+        name: one.to_local(grad_placements=[gradients]) if isinstance(one, DTensor) else one
+        for name, one in module._parameters.items()
+    }
     plain.__dict__ = {**module.__dict__, "_parameters": local}
     return plain
 
@@ -180,15 +183,19 @@ class FiccoNorm(stock.SequenceParallel):
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         forward = module.forward
-        method = getattr(forward, "__func__", None)  # None: another tool replaced it
+        method: Any = getattr(forward, "__func__", None)  # None: another tool replaced it
         super().install_forward(module, mesh)  # makes DTensors of the parameters
 
         def sharing(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if method and not (torch.is_grad_enabled() or watched(x)):
-                return method(_of_plain_tensors(module), x, *args, **kwargs)
             if not isinstance(x, DTensor):
+                if method and not watched(x):
+                    return method(_of_plain_tensors(module, Replicate()), x, *args, **kwargs)
                 x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-            out = forward(x, *args, **kwargs)
+            if method and x.placements == (Shard(1),) and not watched(local_of(x)):
+                out = method(_of_plain_tensors(module, Partial()), x.to_local(), *args, **kwargs)
+                out = DTensor.from_local(out, mesh, x.placements, run_check=False)
+            else:
+                out = forward(x, *args, **kwargs)
             if self.last:
                 out = out.redistribute(placements=[Replicate()])
             return out.to_local() if out.placements == (Replicate(),) else out
@@ -310,7 +317,7 @@ def _of_sequence(model: nn.Module, own: dict[str, str], rules: dict[str, str]) -
             name = f"{stack}.*.{name}"
             if name in modules or not list(child.parameters()):
                 continue
-            if list(child.children()):
+            if list(child.children()) or any(weight.dim() > 1 for weight in child.parameters()):
                 raise refuse(f"{name}, a {type(child).__name__}")
             styles[name] = "ficco_norm"
     if deep := [name for name in modules if name.count(".") != stack.count(".") + 2]:

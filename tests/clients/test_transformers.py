@@ -227,10 +227,10 @@ def test_compiled_models_are_the_unsharded_ones(at: Rank, tmp_path: Path) -> Non
 
 @on_ranks(2)
 def test_unsupported_models_are_refused(at: Rank, tmp_path: Path) -> None:
-    """Plans without rules, heads of keys that ranks cannot share, and adapters of peft where ranks
-    share the sequence."""
+    """Plans without rules, heads of keys that ranks cannot share; and where ranks share the
+    sequence, layers with other modules than norms, and adapters of peft."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from ficco.integrations.transformers import plan, register
 
@@ -248,6 +248,13 @@ def test_unsupported_models_are_refused(at: Rank, tmp_path: Path) -> None:
     lora = LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
     adapted = get_peft_model(loaded(tmp_path / "all", plan(config, sequence_parallel=True)), lora)
     heads = "num_key_value_heads that 2 ranks can share, got 1"
+
+    def mixing(config: Any) -> Any:
+        model = AutoModelForCausalLM.from_config(config)
+        model.model.layers[0].mix = torch.nn.Conv1d(8, 8, 3)
+        return model
+
+    mixed = SimpleNamespace(from_config=mixing)
     refuses(
         ("GPT2LMHeadModel has none", lambda: plan(without)),
         ("nn.Linear layers, got Module with col", lambda: plan(without, auto_class=named)),
@@ -255,6 +262,7 @@ def test_unsupported_models_are_refused(at: Rank, tmp_path: Path) -> None:
     )
     refuses(
         ("moe_tp_experts", lambda: plan(experts, sequence_parallel=True)),
+        ("mix, a Conv1d", lambda: plan(config, sequence_parallel=True, auto_class=mixed)),
         ("such as an adapter of peft", lambda: trained(adapted, 16)),
         kind="NotImplementedError",
     )

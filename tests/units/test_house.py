@@ -27,7 +27,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "dma": (7485, 4215),
     "heuristics": (1600, 720),
     "hip_kernels": (1205, 575),
-    "integrations": (1020, 525),
+    "integrations": (1027, 525),
     "machine": (1465, 645),
     "nn": (2255, 1085),
     "ops": (5990, 2820),
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 39_715
+LINES_OF_TESTS = 39_723
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
