@@ -47,7 +47,7 @@ STEPS = Schema(
 )
 #: Cycles that the GPU sleeps before a queued step, about 70 ms.
 AHEAD = 140_000_000
-#: Products in a row: few after a pause, or so many that the GPU reaches its limit of power.
+#: Products in a row: few after a pause, or enough that the GPU reaches its limit of power.
 PRODUCTS = 5, 40
 
 
