@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -229,15 +229,19 @@ class WeightCall(Invocation):
 
 @dataclass(eq=False)
 class _Buffer:
-    """A buffer of gathers, which its workspace keeps, and the tensor that uses it now.
+    """A buffer of gathers, which its workspace keeps.
 
-    Ranks take and drop tensors in one order, and so take the same buffers. Ranks that do not
-    disagree on their calls, which raise ``RankMismatch``.
+    Ranks take and drop tensors in one order, and so take the same buffers. A tensor that dies with
+    its parameter group frees its buffer only in :func:`use`: when garbage is collected differs.
     """
 
     memory: Tensor
     nbytes: int
-    user: Callable[[], Tensor | None]
+    user: weakref.ref[Tensor] | None = None  # None while the buffer is free
+
+    def free(self, param_group: weakref.ref[Any], user: weakref.ref[Tensor]) -> None:
+        """Free the buffer after the death of its tensor, unless the parameter group died, too."""
+        self.user = user if param_group() is None else None
 
 
 class _Arrival(dist.Work):
@@ -299,17 +303,16 @@ class Gathers(_Hook):
         all buffers would exceed the limit. A buffer is free once FSDP has dropped its tensor. FSDP
         does so after its streams have been told to wait for the copies out of the tensor."""
         buffers, nbytes = workspace.held, count * dtype.itemsize
-        fitting = [one for one in buffers if one.nbytes >= nbytes and one.user() is None]
+        fitting = [one for one in buffers if one.nbytes >= nbytes and one.user is None]
         buffer = min(fitting, key=lambda one: one.nbytes, default=None)
         if buffer is None:
-            taken = sum(one.nbytes for one in buffers)
-            if self.limit is not None and taken + nbytes > self.limit:
+            if self.limit is not None and sum(one.nbytes for one in buffers) + nbytes > self.limit:
                 return None
             with carried(self.options):
                 memory = workspace.empty((nbytes,), torch.uint8)
-            buffers.append(buffer := _Buffer(memory, nbytes, lambda: None))
-        tensor = buffer.memory[:nbytes].view(dtype)
-        buffer.user = weakref.ref(tensor)
+            buffers.append(buffer := _Buffer(memory, nbytes))
+        tensor, owner = buffer.memory[:nbytes].view(dtype), weakref.ref(self.param_group)
+        buffer.user = weakref.ref(tensor, partial(buffer.free, owner))
         return tensor
 
     def __call__(
@@ -321,8 +324,7 @@ class Gathers(_Hook):
         if out.untyped_storage().data_ptr() not in workspace.allocations:
             if out.numel():  # else there is nothing to gather
                 counters.stays(group.group_name, "all-gather", "no room", "raise buffer_bytes")
-            work: dist.Work | None = self.before(output_tensor, input_tensor, group, async_op)
-            return work
+            return self.before(out, source, group, async_op)  # type: ignore[no-any-return]
         container = getattr(torch, CONTAINERS[min(out.itemsize, max(CONTAINERS))])
         if out.dtype is not container:
             source, out = source.view(container), out.view(container)
@@ -422,8 +424,10 @@ def use(
         RankMismatch: the ranks have different models or arguments.
     """
     sharded = _checked(model, reduce_scatter, buffer_bytes)
-    if any(one.user() is not None for workspace in workspaces() for one in workspace.held):
+    if used := [one for workspace in workspaces() for one in workspace.held if one.user]:
         gc.collect()  # a model that failed within a step may be gone on some ranks only
+    for buffer in used:
+        buffer.user = buffer.user if buffer.user and buffer.user() is not None else None
     rows = [_row(*each) for each in sharded]
     served = [(row, *each) for row, each in zip(rows, sharded, strict=True) if not row.left]
     for group, device in {one._all_gather_process_group: one.device for *_, one in served}.items():
@@ -445,10 +449,8 @@ def _checked(
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-        raise NotImplementedError(
-            "fsdp.use: required PyTorch 2.9 or later, whose FSDPModule has set_custom_all_gather "
-            f"and set_custom_reduce_scatter, got {torch.__version__}; update PyTorch"
-        )
+        required = "required PyTorch 2.9 or later, with FSDPModule.set_custom_reduce_scatter"
+        raise NotImplementedError(f"fsdp.use: {required}, got {torch.__version__}; update PyTorch")
     if not isinstance(reduce_scatter, bool):
         raise InvalidArgument("reduce_scatter", f"required True or False, got {reduce_scatter!r}")
     if buffer_bytes is not None and (type(buffer_bytes) is not int or buffer_bytes < 0):
@@ -459,11 +461,8 @@ def _checked(
         for one in _param_groups(module) if isinstance(module, FSDPModule) else ():
             sharded.setdefault(one, (name, module, one))
     if not sharded:
-        raise InvalidArgument(
-            "model",
-            "required a module with parameters that torch.distributed.fsdp.fully_shard has "
-            f"sharded, got {type(model).__name__} without; call fully_shard first",
-        )
+        got = f"got {type(model).__name__} without; call fully_shard first"
+        raise InvalidArgument("model", f"required a module with sharded parameters, {got}")
     for name, _, param_group in sharded.values():
         if isinstance(param_group.offload_policy, CPUOffloadPolicy):
             raise NotImplementedError(

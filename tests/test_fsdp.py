@@ -297,12 +297,9 @@ def sharded(at: Rank, mode: str) -> Model:
     model = Model().to(at.device)
     options: dict[str, Any] = {"mesh": init_device_mesh(at.device.type, (at.world,))}
     if mode == "mixed":
-        types = torch.bfloat16, torch.float32
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=types[0], reduce_dtype=types[1])
-    if mode == "kept":
-        options["reshard_after_forward"] = False
-    if mode == "to two ranks":
-        options["reshard_after_forward"] = 2
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    if mode in (values := {"kept": False, "to two ranks": 2}):
+        options["reshard_after_forward"] = values[mode]
     if mode == "replicated":
         names = ("replicate", "shard")
         options["mesh"] = init_device_mesh(at.device.type, (2, at.world // 2), mesh_dim_names=names)
@@ -417,9 +414,10 @@ def _broken(*_: Any) -> None:
 @HOOKS
 @on_ranks(2)
 def test_a_model_that_failed_leaves_its_buffers(at: Rank) -> None:
-    """FSDP2 keeps gathered weights of a failed step, in cycles that one rank collects later."""
-    models = [sharded(at, "plain") for _ in range(2)]
-    fsdp.use(models[0])
+    """FSDP2 keeps gathered weights of a failed step, in cycles that one rank collects later. Their
+    buffers are free after the next ``use``, and not before."""
+    models = [sharded(at, "plain") for _ in range(3)]
+    assert [len(fsdp.use(model)) for model in models[:2]] == [5, 5]
     models[0].blocks[2].register_forward_pre_hook(_broken)
     gc.disable()
     try:
@@ -427,8 +425,10 @@ def test_a_model_that_failed_leaves_its_buffers(at: Rank) -> None:
         del models[0]
         if at.rank == 0:
             gc.collect()
-        fsdp.use(models[0])
         trained(at, models[0], "plain", 1)
+        fsdp.use(models[1])
+        trained(at, models[1], "plain", 1)
+        assert not any(one.user for workspace in workspaces() for one in workspace.held)
     finally:
         gc.enable()
     ficco.close()
