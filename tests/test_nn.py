@@ -191,9 +191,8 @@ def _kinds(at: Rank) -> None:
     column = ColumnParallelLinear.from_linear(frozen, schedule="serial")
     assert not any(param.requires_grad for param in column.parameters()) and not column.training
     assert f"rank {at.rank} of {at.world}" in repr(column) and "schedule='serial'" in repr(column)
-    twin = copy.deepcopy(column)
+    same((twin := copy.deepcopy(column))(part(x, at, 0)), part(frozen(x), at, 1), "a deep copy")
     assert twin.group is column.group
-    same(twin(part(x, at, 0)), part(frozen(x), at, 1), "a deep copy")
     with torch.autocast("cpu", torch.bfloat16):
         same(column(part(x, at, 0)), part(frozen(x), at, 1), "autocast")
 
@@ -758,6 +757,8 @@ def _shared(at: Rank) -> None:
     for variant, gathers, sums in kinds:
         whole, model = Mlp(variant), parallelized(Mlp(variant), mesh_of(at))
         same(copy.deepcopy(model)(cut(X)), cut(whole(X)), "a deep copy")
+        model(sharded := DTensor.from_local(cut(X), mesh_of(at), [Shard(1)]))
+        torch.save(sharded, io.BytesIO())  # without the layers that share it
         again = partial(checkpoint, model, use_reentrant=False)
         for called in (model, again):
             with counted() as counts:
@@ -791,8 +792,7 @@ def _collective_in_flight(at: Rank) -> None:
         model = parallelize_module(copy.deepcopy(whole), mesh_of(at), plan)
         model.zero_grad()
         assert isinstance(model[0](tokens), AsyncCollectiveTensor), about
-        y = model(tokens)
-        same(y, expected, about)
+        same(y := model(tokens), expected, about)
         y.backward(grad)
         same_gradients(model, whole, about, at.rank, at.world)
 

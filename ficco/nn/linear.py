@@ -733,6 +733,9 @@ class SharedInput:
         self.modes: tuple[Any, ...] = ()
         self.weights: dict[nn.Module, list[Any]] = {}
 
+    def __reduce__(self) -> Any:
+        return set, ()  # copies of the input share nothing, and `torch.load` may load a set
+
     def serves(self, layer: nn.Module, x: torch.Tensor) -> bool:
         """Return whether this object has, or will have, the output for a layer."""
         # A checkpoint within the module would gather differently when it recomputes.
@@ -760,7 +763,7 @@ class SharedInput:
 def shared_output(x: torch.Tensor, layer: nn.Module) -> torch.Tensor | None:
     """Return the output for a layer if the input is shared with others, else None."""
     shared: SharedInput | None = getattr(x, _ATTRIBUTE, None)
-    return shared.take(layer, x) if shared is not None and shared.serves(layer, x) else None
+    return shared.take(layer, x) if shared and shared.serves(layer, x) else None
 
 
 def share(x: torch.Tensor, shared: SharedInput) -> None:
