@@ -15,7 +15,6 @@ so that an error names the absent rank.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import threading
 import time
@@ -46,6 +45,7 @@ from ficco.dma.messages import (
     joined,
     joint_room,
     messages,
+    never_freed,
     parts_of,
     take_apart,
 )
@@ -304,16 +304,9 @@ def collect(
 
 #: Collectives in flight when their call failed, with their groups, which must outlive them. Freeing
 #: a collective waits, in the garbage collector or at exit, until its library gives up.
-_unfinished: list[tuple[Work, ProcessGroup]] = []
+_unfinished: list[tuple[Work, ProcessGroup]] = never_freed([])
 #: Groups that aborted a collective: their ranks may have started different numbers of them.
 _out_of_step: WeakSet[ProcessGroup] = WeakSet()
-
-
-@atexit.register
-def _leave_unfinished() -> None:
-    """Never free unfinished collectives, so that the process exits at once."""
-    if _unfinished:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_unfinished))
 
 
 class GlooNetwork:

@@ -118,15 +118,15 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def never_freed(unfinished: list[Any]) -> list[Any]:
+    """A list whose contents are never freed if it has any at exit, so that the process exits at
+    once."""
+    atexit.register(lambda: unfinished and ctypes.pythonapi.Py_IncRef(ctypes.py_object(unfinished)))
+    return unfinished
+
+
 #: Groups with messages in flight when their call failed. Freeing a group waits for its messages.
-_unfinished: list[object] = []
-
-
-@atexit.register
-def _leave_unfinished() -> None:
-    """Never free the groups, so that the process exits at once."""
-    if _unfinished:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_unfinished))
+_unfinished: list[object] = never_freed([])
 
 
 def gloo_group(hosts: Hosts, purpose: str, seconds: float) -> Any:
