@@ -8,6 +8,7 @@ import socket
 import sys
 import tempfile
 from collections import Counter
+from typing import Any
 
 import pytest
 import ranks
@@ -76,6 +77,16 @@ def server() -> None:
 def device() -> str:
     """The type of the devices of ranks; ``gpu/conftest.py`` overrides it."""
     return "cpu"
+
+
+@pytest.fixture
+def cuda() -> Any:
+    """The module of CUDA's driver."""
+    try:
+        from ficco.dma import cuda_driver
+    except ImportError:
+        ranks.missing("cuda-bindings")
+    return cuda_driver
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import missing
 
 from ficco.compute.program import Call
 from ficco.dma.driver import WAIT_32, WRITE_32, WRITE_64, Fused, Lanes, MemOp
@@ -315,15 +314,6 @@ def test_a_call_in_a_graph_begins_and_ends_by_launches() -> None:
 
 
 # Calls of CUDA's driver API, without a driver.
-
-
-@pytest.fixture
-def cuda() -> Any:
-    try:
-        from ficco.dma import cuda_driver
-    except ImportError:
-        missing("cuda-bindings")
-    return cuda_driver
 
 
 @pytest.mark.parametrize("edges", [None, [(0, 0, 0)], [(0, 1, 0)], [(0, 0, 1)]])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, missing, run
+from ranks import Rank, run
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from ficco.dma.host import Hosts, Near
@@ -18,15 +18,6 @@ from ficco.dma.memories import SharedMapped
 from ficco.errors import BackendError
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def cuda() -> Any:
-    try:
-        from ficco.dma import cuda_driver
-    except ImportError:
-        missing("cuda-bindings")
-    return cuda_driver
 
 
 def _chosen(at: Rank) -> None:
