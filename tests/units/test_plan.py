@@ -695,7 +695,7 @@ BROKEN_ON_SEVERAL_RANKS: list[tuple[Problem, str, Callable[[Plans], Plans], str]
             ("staging", {"dtype": "float32"}, "between the wrong buffers"),
             ("publish", {"memory": "local"}, "not symmetric"),
             ("publish", {"memory": "local", "symmetric": True}, "no buffers such as publish"),
-            ("publish", {"memory": "private", "symmetric": True}, "no buffers such as publish"),
+            ("publish", {"memory": "private"}, "no buffers such as publish"),
             ("publish", {"layout": "tiles"}, "no buffers such as publish"),
             ("publish", {"first": (0,)}, "for each rank"),
             ("publish", {"leaves": False}, "in the wrong buffers"),
