@@ -32,13 +32,10 @@ from edits import (
     move,
     multiplies,
     on_one_lane,
-    put_first,
     refused,
     renamed,
     retires,
     reuse_early,
-    right,
-    sum_before_it_is_due,
     sums,
     swap,
     twice,
@@ -51,7 +48,7 @@ from edits import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ficco.plan import Buffer, LibraryMove, Plan, Product, Reduction, Region, Step, Transfer
+from ficco.plan import Buffer, LibraryMove, Plan, Reduction, Region, Step, Transfer
 from ficco.plan.model import MANY, aligned, paused
 from ficco.problems.products import OPERATORS, Problem
 from ficco.proof import check
@@ -64,7 +61,6 @@ SENT = Problem.of_blocks("matmul_all_to_all", ((4,) * 4,) * 4, 24, 32, "bfloat16
 TURNED = replace(PROBLEM, operator="all_gather_transposed_matmul")
 TWO = replace(PROBLEM, rows=(8, 8))
 TAKEN = Problem.of_blocks("all_to_all_matmul", ((4,) * 4,) * 4, 24, 32, "bfloat16")
-EXACT = replace(TURNED, dtype="float32")
 #: The number of multiplied rows differs by rank.
 UNEVEN = Problem.of_blocks(
     "all_to_all_transposed_matmul",
@@ -184,14 +180,6 @@ def sends_on(step: Step) -> bool:
     return step.copy is not None and step.copy.src.buffer == "staging"
 
 
-def place_product_of_inputs(steps: list[Step]) -> None:
-    """Copy rows of A to the place of the product."""
-    i = index(steps, "own")
-    a, out = steps[i].products[0].a, steps[i].products[0].out
-    transfer = Transfer(a._replace(col_stop=out.col_stop), out)
-    steps[i] = Step(transfer, "compute0", "a>out")
-
-
 def release_later(steps: list[Step]) -> None:
     """Release the slot to one peer in a separate step."""
     *rest, last = steps[-1].posts
@@ -203,11 +191,6 @@ def round_first(steps: list[Step]) -> None:
     """Round the sum after the first product."""
     last = steps.pop(index(steps, "sum>out"))
     steps.insert(index(steps, multiplies) + 1, last)
-
-
-def add_again(products: tuple[Product, ...]) -> tuple[Product, ...]:
-    """Return the products, and the last product a second time."""
-    return (*products, products[-1]._replace(accumulate=True))
 
 
 def sum_a_placed_block(steps: list[Step]) -> None:
@@ -234,12 +217,6 @@ def in_first(edit: Callable[[Region], Region]) -> Callable[[Any], Any]:
     return lambda parts: (edit(parts[0]), *parts[1:])
 
 
-def one_aside(parts: Any) -> Any:
-    """Return the parts; the first part from a peer is in other columns."""
-    i = next(i for i, part in enumerate(parts) if part.buffer == "staging")
-    return *parts[:i], right(-parts[i].cols)(parts[i]), *parts[i + 1 :]
-
-
 def all_in(**fields: Any) -> Callable[[Any], Any]:
     """Return an edit that replaces fields of all parts."""
     return lambda parts: tuple(part._replace(**fields) for part in parts)
@@ -247,7 +224,6 @@ def all_in(**fields: Any) -> Callable[[Any], Any]:
 
 FUSED, COLUMNS, BETA = "hetero-fused-1d", "uniform-fused-2d", "hetero-fused-1d:beta"
 UNFUSED, TWO_LANES = "hetero-unfused-1d", "hetero-unfused-1d:pieces=2,compute=2"
-GATHERED = replace(PROBLEM, return_gathered=True)
 LOST, UNWRITTEN, UNMADE = "another piece", "nobody has written", "elements of out are written"
 EARLY, IN_USE, UNSUMMED = "before it is written", "may still use a slot", "leaves out the product"
 WHOLE, TAKES = "something else than the whole", "takes rows of another block"
@@ -283,10 +259,8 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "no such operation": (change(is_copy, work=object()), UNKNOWN),
         "no such mover": (change(is_copy, mover="hand"), UNKNOWN),
         "no such step": (change(retires, after=(99,)), "not there"),
-        "no product": (idle(awaits_data), UNMADE),
         "a step without its product": (change(awaits_data, products=()), UNKNOWN),
         "a product written twice": (change(awaits_data, products=twice), "twice"),
-        "inputs as product": (place_product_of_inputs, "between the wrong buffers"),
         "a product of products": (change(awaits_data, a={"buffer": "out"}), "in the wrong buffers"),
         "a product at a peer": (change(multiplies, a={"rank": 2}, out={"rank": 2}), "at a peer"),
         "own rows elsewhere": (change(multiplies, out=in_rows(7, 23)), "into a peer's"),
@@ -300,7 +274,6 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "A transposed": (change(awaits_data, transposed=True), "the wrong way round"),
     },
     (PROBLEM, "growing:pull"): {
-        "an early release": (change(retires, after=without_first), IN_USE),
         "memory out of reach": (change(is_copy, src={"buffer": "a"}), "not symmetric"),
     },
     (PROBLEM, f"{FUSED}:pull"): {
@@ -329,20 +302,13 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
     },
     (PROBLEM, "serial:collective"): {
         "another name": (change(is_collective, label="other"), "other collectives"),
-        "fewer rows": (change(is_collective, dst={"row_stop": 63}), "the whole"),
         "signals": (
             change(is_collective, posts=lambda posts: proven("growing")[1].steps[-1].posts),
             "mixes signals",
         ),
     },
-    (GATHERED, "growing"): {
-        "own rows left out": (idle("a>gathered"), "1536 of 2048 elements of gathered")
-    },
     (SUMMED, FUSED): {
-        "an early release": (change(retires, after=()), IN_USE),
         "sent before it is computed": (change(is_copy, after=()), EARLY),
-        "summed before it arrives": (sum_before_it_is_due, EARLY),
-        "a copy of a peer's rows": (change(is_copy, src=down(16)), "leaves out copied rows"),
         "a product in other rows": (
             change(multiplies, out={"row": 1}, a={"row_stop": 3}),
             "do not fit|a peer's|leaves the buffer",
@@ -360,11 +326,9 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "terms under other names": (change(sums, parts=backwards), "products of other ranks"),
     },
     (SUMMED, COLUMNS): {
-        "other columns summed": (change("sum 1", parts=one_aside), LOST),
         "other columns of b": (change(multiplies, out=in_cols(1, 7), b=in_cols(1, 7)), UNWRITTEN),
     },
     (SUMMED, BETA): {
-        "the own product not added": (idle(adds), UNSUMMED),
         "the own product added to less": (change(adds, terms=6 << 1), "adds itself to"),
         "the own product added twice": (change(adds, products=twice), "other ranks than it says"),
         "the own product added to itself": (change(adds, terms=15), "sum that it is in"),
@@ -373,7 +337,6 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
     },
     (SUMMED, "ring"): {"forwarded before it is added": (change(sends_on, after=()), EARLY)},
     (SUMMED, "ring:pieces=1"): {
-        "added to other rows": (change(adds, out=in_rows(1, 17)), LOST),
         "added at the end to other rows": (change(adds_elsewhere, addend=down(8)), LOST),
         "added at the end to less": (change(adds_elsewhere, addend=in_rows(0, 15)), "does not fit"),
         "added to partial at the end": (change(adds_elsewhere, addend=OWN), "to the wrong buffer"),
@@ -382,24 +345,12 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
     (SUMMED, "one-shot"): {
         "staging of a peer": (change(sums, parts=all_in(buffer="staging")), "names no buffer")
     },
-    (RETURNED, FUSED): {"returned before it is summed": (change(sends_back, after=()), EARLY)},
     (RETURNED, "one-shot"): {
         "read before it arrives": (move(sums, retires, "waits"), "may read before it is written"),
         "a peer signalled too early": (move("has read", "acquire, tell 0", "posts"), IN_USE),
     },
     (RETURNED, "two-shot"): {
-        "sums that are not sent": (idle("sum 0>1"), UNWRITTEN),
-        "sent before they are complete": (move("sum 0", retires, "waits"), EARLY),
-        "stored before they arrive": (move("keep 1.0", retires, "waits"), EARLY),
-        "stored from other rows": (change("keep 1.0", src=down(1)), LOST),
-        "words cleared too early": (
-            move(lambda step: "keep" in step.label and step.clears, "sum 0", "clears"),
-            "before it was waited",
-        ),
         "a slot released while it is read": (change(retires, after=()), IN_USE),
-    },
-    (RETURNED, "one-shot:pieces=2"): {
-        "a slot that its peer still uses": (change(sums, after=(0,)), "has not handed it over")
     },
     (SENT, "serial"): {
         "blocks in the wrong places": (swap("staging>out", "dst"), f"reads {LOST}"),
@@ -409,28 +360,18 @@ BROKEN: dict[tuple[Problem, str], dict[str, tuple[Edit, str]]] = {
         "a peer's rows as own rows": (change(makes_partial, out={"buffer": "out"}), TAKES),
         "a copy without a name": (change(is_copy, terms=0), "does not say whose products"),
     },
-    (TAKEN, "shard-overlap"): {"a peer's block": (change(is_copy, src=down(1)), TAKES)},
     (TAKEN, FUSED): {
         "A with terms": (change(is_copy, terms=1), "or says so of an operand"),
         "terms of A": (change(multiplies, terms=1), "to what another rank made"),
     },
     (TURNED, "growing"): {
-        "a piece counted twice": (change(awaits_data, products=add_again), AGAIN),
         "a piece left out": (idle(awaits_data), "rounds before the last term"),
-        "own rows with other rows of b": (change(multiplies, b=in_rows(16, 32)), "into a peer's"),
         "not transposed": (change(awaits_data, transposed=False), "the wrong way round"),
         "a batch": (change(awaits_data, batch=2), "do not fit"),
     },
     (TURNED, UNFUSED): {"rows of b of another piece": (swap(awaits_data, "b"), f"reads {LOST}")},
     (TURNED, COLUMNS): {"columns in other rows": (swap(awaits_data, "out"), f"reads {LOST}")},
     (TURNED, TWO_LANES): {"sums in no order": (change(adds, lane="compute1"), "by an unordered")},
-    (EXACT, "hetero-unfused-1d:pieces=2"): {
-        "a row left out": (
-            change(awaits_data, **{end: {"row_stop": lambda stop: stop - 1} for end in "ab"}),
-            "does not cover all",
-        )
-    },
-    (UNEVEN, "growing"): {"own rows elsewhere": (change(multiplies, b=down(1)), "into a peer's")},
     (UNEVEN, UNFUSED): {"rows of b next to its own": (change(awaits_data, b=down(1)), AGAIN)},
 }
 
@@ -537,11 +478,6 @@ def pieces_of_a_ring_swapped(intact: Plans) -> Plans:
     return edited(intact, 0, swap(is_copy, "dst"))
 
 
-def sum_first_on_one_lane(steps: list[Step]) -> None:
-    put_first(sums)(steps)
-    steps[0] = steps[0]._replace(lane="compute0")
-
-
 def no_result(plan: Plan) -> Plan:
     steps = tuple(step for step in plan.steps if not step.products)
     return without_buffer(replace(plan, steps=steps), "out")
@@ -637,8 +573,6 @@ BROKEN_ON_SEVERAL_RANKS: list[tuple[Problem, str, Callable[[Plans], Plans], str]
     (SYMMETRIC, PULLED, without_kinds("valid"), UNBEGUN),
     (SYMMETRIC, PULLED, without_kinds("valid", "done"), UNBEGUN),
     (SYMMETRIC, FUSED, without_kinds("ready"), EARLY),
-    (SUMMED, "ring", without_kinds("ready"), EARLY),
-    (SENT, PULLED, without_kinds("valid", "done"), EARLY),
     (RETURNED, FUSED, without_kinds("summed"), EARLY),
     # All uses of a signal are wrong.
     (PROBLEM, "growing", signal(1, is_copy, last=17), "out copied rows"),
@@ -647,15 +581,12 @@ BROKEN_ON_SEVERAL_RANKS: list[tuple[Problem, str, Callable[[Plans], Plans], str]
     (PROBLEM, "growing", signal(1, is_copy, kind="released"), "rests at another value"),
     (PROBLEM, "growing", signal(1, is_copy, poster=2), "another rank than it says"),
     (SUMMED, "ring:pieces=1", signal(3, sends_on, first=0, last=16), LOST),
-    (SUMMED, "ring:pieces=1", signal(3, sends_on, first=0, last=64), LOST),
     (PROBLEM, "growing", used_by_another_rank("waits"), "another rank than it says"),
     (PROBLEM, "growing", used_by_another_rank("clears"), "another rank than it says"),
     (PROBLEM, "growing", cleared_for_nothing, "cleared, and nobody waits for it"),
     # Circles, and circles only in a single hardware queue.
     (PAIR, "shard-overlap", on_all(wait_first), QUEUE),
     (PAIR, "shard-overlap", on_all(on_one_lane), "circle"),
-    (THREE, "hetero-fused-1d:pieces=1,beta", on_all(put_first(sums)), QUEUE),
-    (THREE, "hetero-fused-1d:pieces=1,beta", on_all(sum_first_on_one_lane), "circle"),
     # Rows in the wrong places.
     (PROBLEM, "growing:pull", another_rank_publishes, "puts rows where others belong"),
     (replace(RETURNED, rows=(16,) * 2), FUSED, sums_return_early, LOST),
@@ -677,7 +608,6 @@ BROKEN_ON_SEVERAL_RANKS: list[tuple[Problem, str, Callable[[Plans], Plans], str]
             (lambda plan: without_buffer(plan, "publish"), OTHER),
             (lambda plan: with_buffer(plan, "staging", shapes=((99, 24),) * 4), OTHER),
             (lambda plan: with_buffer(plan, "staging", dtype="float16"), "another buffer staging"),
-            (lambda plan: with_buffer(plan, "staging", shapes=((48, 24),) * 3), "another buffer"),
             (lambda plan: with_buffer(plan, "b", name="c"), SPECIFIED),
             (lambda plan: replace(plan, buffers=plan.buffers + plan.buffers[:1]), "of one name"),
         )
@@ -688,7 +618,6 @@ BROKEN_ON_SEVERAL_RANKS: list[tuple[Problem, str, Callable[[Plans], Plans], str]
         for name, fields, words in (
             ("a", {"dtype": "float16"}, SPECIFIED),
             ("out", {"shapes": ((15, 24),) * 4}, SPECIFIED),
-            ("staging", {"shapes": ((47, 24),) * 4}, "leaves the buffer"),
             ("staging", {"shapes": ((48, 24),) * 3}, "a shape for each rank"),
             ("staging", {"shapes": ((48, 24),) * 3 + ((48, 25),)}, "no buffers such as staging"),
             ("staging", {"holds": "A"}, "between the wrong buffers"),
@@ -701,7 +630,6 @@ BROKEN_ON_SEVERAL_RANKS: list[tuple[Problem, str, Callable[[Plans], Plans], str]
             ("publish", {"leaves": False}, "in the wrong buffers"),
         )
     ),
-    (SUMMED, PULLED, travelling_in("float8_e5m2"), "rounds what out does not"),
     (SUMMED, PULLED, travelling_in("float16"), "rounds what out does not"),
     # Each rank has a plan of its own, all of one schedule.
     (PROBLEM, "growing", lambda intact: [intact[0], *intact[:3]], OTHER),
