@@ -18,7 +18,6 @@ from edits import (
     down,
     edited,
     idle,
-    in_rows,
     index,
     is_copy,
     mapped,
@@ -207,10 +206,6 @@ def multiplies_c(step: Step) -> bool:
     return any(product.b.buffer == "c" for product in step.products)
 
 
-def gathers(step: Step) -> bool:
-    return step.copy is not None and not step.copy.terms
-
-
 def is_biased(step: Step) -> bool:
     return any(product.bias for product in step.products)
 
@@ -241,24 +236,18 @@ PLANS: dict[str, Callable[[], Plans]] = {
     "bias of sums": lambda: scaled(COLUMNS, bias=True),
     "gates": lambda: tiled(gathered(EQUAL)),
 }
-BUFFERS, BETWEEN = "multiplies in the wrong buffers", "between the wrong buffers"
+BUFFERS = "multiplies in the wrong buffers"
 EARLY, UNWRITTEN, UNFIT = "before it is written", "nobody has written", "do not fit"
 UNSCALED, UNBIASED = "is not scaled as asked for", "does not add the bias once"
 #: Faults of these Plans by name: the edit, and a part of the proof's error.
 BROKEN: dict[str, dict[str, tuple[Edit, str]]] = {
     "chain": {
         "b in place of c": (change(multiplies_c, b={"buffer": "b"}), f"{BUFFERS}|leaves"),
-        "rows in the other staging": (change(gathers, dst={"buffer": "staging 2"}), BETWEEN),
     },
     "scales": {
         "none": (change(multiplies, factors=()), UNSCALED),
         "not sent": (idle("scale"), f"never waited|{UNWRITTEN}|holds"),
         "of missing columns": (change(multiplies, factors=lambda f: (f[0], down(1)(f[1]))), UNFIT),
-        "missing rows of b": (
-            change(awaits_data, b=in_rows(0, 33), a={"col_stop": 33}),
-            "leaves the buffer",
-        ),
-        "sums of rounded values": (change(awaits_data, accumulate=True), "has been rounded"),
         "a bias": (change(multiplies, bias=Region("b", 1, 0, 1, 0, 16)), UNBIASED),
     },
     "one factor": {
