@@ -24,7 +24,7 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3520, 1850),
-    "dma": (7485, 4215),
+    "dma": (7480, 4210),
     "heuristics": (1600, 720),
     "hip_kernels": (1205, 575),
     "integrations": (1027, 525),
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 39_723
+LINES_OF_TESTS = 39_626
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
