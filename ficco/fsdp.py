@@ -241,7 +241,7 @@ class _Buffer:
 
     def free(self, param_group: weakref.ref[Any], user: weakref.ref[Tensor]) -> None:
         """Free the buffer after the death of its tensor, unless the parameter group died, too."""
-        self.user = user if param_group() is None else None
+        self.user = None if param_group() is not None else user
 
 
 class _Arrival(dist.Work):
@@ -427,7 +427,7 @@ def use(
     if used := [one for workspace in workspaces() for one in workspace.held if one.user]:
         gc.collect()  # a model that failed within a step may be gone on some ranks only
     for buffer in used:
-        buffer.user = buffer.user if buffer.user and buffer.user() is not None else None
+        buffer.user = None if buffer.user and buffer.user() is None else buffer.user
     rows = [_row(*each) for each in sharded]
     served = [(row, *each) for row, each in zip(rows, sharded, strict=True) if not row.left]
     for group, device in {one._all_gather_process_group: one.device for *_, one in served}.items():
@@ -449,7 +449,7 @@ def _checked(
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-        required = "required PyTorch 2.9 or later, with FSDPModule.set_custom_reduce_scatter"
+        required = "required PyTorch 2.9 or later, whose FSDPModule has set_custom_all_gather"
         raise NotImplementedError(f"fsdp.use: {required}, got {torch.__version__}; update PyTorch")
     if not isinstance(reduce_scatter, bool):
         raise InvalidArgument("reduce_scatter", f"required True or False, got {reduce_scatter!r}")

@@ -297,9 +297,13 @@ def sharded(at: Rank, mode: str) -> Model:
     model = Model().to(at.device)
     options: dict[str, Any] = {"mesh": init_device_mesh(at.device.type, (at.world,))}
     if mode == "mixed":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    if mode in (values := {"kept": False, "to two ranks": 2}):
-        options["reshard_after_forward"] = values[mode]
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    if mode == "kept":
+        options["reshard_after_forward"] = False
+    if mode == "to two ranks":
+        options["reshard_after_forward"] = 2
     if mode == "replicated":
         names = ("replicate", "shard")
         options["mesh"] = init_device_mesh(at.device.type, (2, at.world // 2), mesh_dim_names=names)

@@ -191,8 +191,9 @@ def _kinds(at: Rank) -> None:
     column = ColumnParallelLinear.from_linear(frozen, schedule="serial")
     assert not any(param.requires_grad for param in column.parameters()) and not column.training
     assert f"rank {at.rank} of {at.world}" in repr(column) and "schedule='serial'" in repr(column)
-    same((twin := copy.deepcopy(column))(part(x, at, 0)), part(frozen(x), at, 1), "a deep copy")
+    twin = copy.deepcopy(column)
     assert twin.group is column.group
+    same(twin(part(x, at, 0)), part(frozen(x), at, 1), "a deep copy")
     with torch.autocast("cpu", torch.bfloat16):
         same(column(part(x, at, 0)), part(frozen(x), at, 1), "autocast")
 
@@ -792,7 +793,8 @@ def _collective_in_flight(at: Rank) -> None:
         model = parallelize_module(copy.deepcopy(whole), mesh_of(at), plan)
         model.zero_grad()
         assert isinstance(model[0](tokens), AsyncCollectiveTensor), about
-        same(y := model(tokens), expected, about)
+        y = model(tokens)
+        same(y, expected, about)
         y.backward(grad)
         same_gradients(model, whole, about, at.rank, at.world)
 
