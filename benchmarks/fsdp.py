@@ -45,7 +45,7 @@ STEPS = Schema(
     case="tokens",
     ways=("variant",),
 )
-#: Cycles that the GPU sleeps before a queued step, about 70 ms.
+#: Cycles that the GPU sleeps before a queued step or queued products, about 70 ms.
 AHEAD = 140_000_000
 #: Products in a row: few after a pause, or enough that the GPU reaches its limit of power.
 PRODUCTS = 5, 40
@@ -143,7 +143,7 @@ def steps(models: dict[str, Any], tokens: int, rounds: int, device: torch.device
 
 def products(models: dict[str, Any], rounds: int, device: torch.device) -> list[Any]:
     """Rows of products in a row, round, variant and milliseconds of a product, without gathers or
-    during gathers."""
+    during gathers. The first product and the first gather begin together."""
     a = torch.randn(8192, WIDTH, device=device, dtype=torch.bfloat16)
     b = torch.randn(WIDTH, HIDDEN, device=device, dtype=torch.bfloat16)
     side, shuffle, rows = torch.cuda.Stream(priority=-1), random.Random(1), []
@@ -155,6 +155,9 @@ def products(models: dict[str, Any], rounds: int, device: torch.device) -> list[
         for name in names:
             dist.barrier()
             torch.cuda.synchronize()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(AHEAD)
+            torch.cuda.current_stream().wait_stream(side)
             if name != "alone":
                 (group,) = fsdp._param_groups(models[name][0])
                 gathers, ranks = group._all_gather_comm, group._all_gather_process_group

@@ -32,6 +32,9 @@ HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 3200
 #: Sequences and positions of a step, positions of a prompt, and tokens that a request decodes.
 BATCH, LENGTH, PROMPT, TOKENS = 2, 4096, 512, 32
 ROUNDS, REQUESTS = 12, 6
+#: Rounds before the timed ones. A turn is a call that is not timed, after which memory lies as in a
+#: program of this variant alone, and a timed one.
+WARM = 3
 #: Relative difference of losses in bfloat16: plans round sums over ranks in another order.
 TOLERANCE = 2e-3
 
@@ -148,14 +151,16 @@ def main(folder: str, out: str) -> None:
     order, rows = random.Random(0), []
     for case, (rounds, run) in cases.items():
         times: dict[str, list[float]] = {name: [] for name in variants}
-        for _ in range(rounds + 1):
+        for _ in range(WARM + rounds):
             names = list(variants)
             order.shuffle(names)
             for name in names:
-                times[name].append(milliseconds(partial(run, variants[name])))
-                variants[name].zero_grad()
+                for _ in range(2):
+                    ms = milliseconds(partial(run, variants[name]))
+                    variants[name].zero_grad()
+                times[name].append(ms)
         for name, samples in times.items():
-            ms = sorted(samples[1:])
+            ms = sorted(samples[WARM:])
             quartiles = ms[rounds // 2], ms[rounds // 4], ms[3 * rounds // 4]
             values = (case, name, *quartiles, rounds)
             rows.append(dict(zip(ROWS.columns, values, strict=True)))

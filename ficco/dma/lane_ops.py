@@ -11,7 +11,7 @@ import gc
 import os
 import warnings
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -70,7 +70,7 @@ class Run:
     before: tuple[Op, ...] = ()
     parts: tuple[Run, Run] | None = None
     recordable: bool = False
-    recorded: dict[Any, Recording] = field(default_factory=dict)
+    recorded: dict[Any, _Recorded] = field(default_factory=dict)
     seen: set[Any] = field(default_factory=set)
 
 
@@ -384,10 +384,10 @@ def by_launches(
 #: (H200, 2 ranks, growing).
 MAX_RECORDED = 512
 
-#: Recordings that an engine makes without regard to their use, and replays of each that pay for
-#: further ones. A recording takes 0.3 ms, and a replay saves 0.1 ms (2 H200). Operands of a decoder
-#: with a growing cache have new addresses again and again.
-FREE_RECORDINGS, PAYING_REPLAYS = 128, 4
+#: Replays of each recording that pay for recordings beyond ``MAX_RECORDED``. A recording takes
+#: 0.3 ms, and a replay saves 0.1 ms (2 H200). Operands of a decoder with a growing cache have new
+#: addresses again and again.
+PAYING_REPLAYS = 4
 
 
 #: Getters of the numerical settings that affect which kernels run for the same operands, by the
@@ -428,13 +428,25 @@ class _Recorder:
         self.lanes = Lanes(driver, self.stream.handle, {}, "recorded")
 
 
+@dataclass(eq=False)
+class _Recorded:
+    """A recording of a run. ``used``: how many replays the engine had made at its last use."""
+
+    number: int
+    run: weakref.ref[Run]
+    key: Any
+    recording: Recording
+    used: int
+
+
 class Replays:
     """The recordings of one engine."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._recorders: dict[int, _Recorder] = {}
-        self._recorded: deque[tuple[weakref.ref[Run], Any]] = deque()  # the oldest first
+        # The least recently used first. Runs own their recordings.
+        self._recorded: OrderedDict[int, weakref.ref[_Recorded]] = OrderedDict()
         self._total = self._replayed = 0  # recordings made, and replays of them
         # A graph need not launch its nodes in the order of recording: with a single hardware queue
         # a wait could be queued before the operation that it waits for.
@@ -447,16 +459,18 @@ class Replays:
         """The recording of a program for the addresses of a call's operands; None at their first
         use. ``raw`` is the caller's stream.
 
-        At the second use, the calls on all slots are recorded at once, if recordings pay.
+        At the second use, the calls on all slots are recorded at once, if there is room.
         """
         state = program.state
         settings = state.get("settings") or state.setdefault("settings", settings_of(program.plan))
         run: Run = state["run"]
         key = (raw, *operands_key(call), *[setting() for setting in settings])
-        recording = run.recorded.get(key)
-        if recording is not None:
+        recorded = run.recorded.get(key)
+        if recorded is not None:
             self._replayed += 1
-            return recording
+            recorded.used = self._replayed
+            self._recorded.move_to_end(recorded.number)
+            return recorded.recording
         kin = [sibling.state.get("run") for sibling in program.siblings.values()]
         runs = [one for one in kin if one is not None and one.recordable] or [run]
         if not any(key in run.seen for run in runs):
@@ -464,35 +478,41 @@ class Replays:
                 runs[0].seen.clear()
             runs[0].seen.add(key)
             return None
-        if self._total >= FREE_RECORDINGS and self._replayed < PAYING_REPLAYS * self._total:
+        if not self._has_room():
             return None
         with GATE.recording() as allowed:
             for one in runs if allowed else ():
-                if key in one.recorded or not self.possible:
+                if key in one.recorded or not self.possible or not self._has_room():
                     continue
                 part = one.parts[0] if one.parts else one
                 # Each recording has parts of attention of its own.
                 if recording := self._record(part, replace(call, parts={}), raw):
-                    self._evict()
-                    self._recorded.append((weakref.ref(one), key))
-                    one.recorded[key] = recording
                     self._total += 1
-        return run.recorded.get(key)
+                    new = _Recorded(self._total, weakref.ref(one), key, recording, self._replayed)
+                    self._recorded[new.number], one.recorded[key] = weakref.ref(new), new
+        recorded = run.recorded.get(key)
+        return recorded and recorded.recording
 
     def close(self) -> None:
         self._recorders.clear()
         self._recorded.clear()
 
-    def _evict(self) -> None:
-        """Drop entries of freed programs, then the oldest recordings, once the limit is reached."""
-        if len(self._recorded) < MAX_RECORDED:
-            return
-        self._recorded = deque(entry for entry in self._recorded if entry[0]() is not None)
+    def _has_room(self) -> bool:
+        """Whether a recording may be added. Makes room if recordings pay: drops one that no call
+        has used for long. Calls that take turns, such as those of a training step, keep theirs."""
+        paying = PAYING_REPLAYS * MAX_RECORDED
+        if self._total >= MAX_RECORDED and self._replayed < PAYING_REPLAYS * self._total:
+            return False
         while len(self._recorded) >= MAX_RECORDED:
-            reference, key = self._recorded.popleft()
-            if (run := reference()) is not None:
-                del run.recorded[key]
-                run.seen.discard(key)
+            number, reference = next(iter(self._recorded.items()))
+            if (oldest := reference()) is not None:  # else its program was freed
+                if self._replayed - oldest.used < paying:
+                    return False
+                if (run := oldest.run()) is not None:
+                    del run.recorded[oldest.key]
+                    run.seen.discard(oldest.key)
+            del self._recorded[number]
+        return True
 
     def _record(self, run: Run, call: Call, raw: int) -> Recording | None:
         """Record the body of a call, whose lanes change. If that fails, returns None and disables

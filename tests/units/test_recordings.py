@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -92,29 +93,45 @@ def test_a_call_that_cannot_be_recorded_is_tried_once() -> None:
     assert replays.attempts == 1 and not replays.possible and len(replays) == 0
 
 
-@pytest.mark.parametrize("limit", [2, 5])
-def test_the_oldest_recordings_are_dropped(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ficco.dma.lane_ops.MAX_RECORDED", limit)
-    replays, (program,) = Recorded(), kind("first")
-    calls = [Call({"a": torch.ones(2, 3)}) for _ in range(6)]
-    for call in calls:
+def recorded(replays: Recorded, programs: Sequence[Program]) -> list[bool]:
+    """Whether a call of each program is a replay at its second use."""
+    call = Call({})
+    for program in programs:
         replays.find(program, call, 1)
-        assert replays.find(program, call, 1) == "first"
-    assert len(replays) == limit
-    assert replays.find(program, calls[-1], 1) == "first" and replays.attempts == 6
-    assert replays.find(program, calls[0], 1) is None  # dropped
+    return [replays.find(program, call, 1) is not None for program in programs]
 
 
-def test_calls_are_recorded_only_if_recordings_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ficco.dma.lane_ops.FREE_RECORDINGS", 2)
-    replays, (program,) = Recorded(), kind("first")
-    calls = [Call({"a": torch.ones(2, 3)}) for _ in range(4)]
-    for call in calls:
-        assert replays.find(program, call, 1) is None
-    recorded = [replays.find(program, call, 1) for call in calls]
-    assert recorded == ["first", "first", None, None]
+def test_the_recording_that_no_call_has_used_for_long_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four kinds that take turns keep the three recordings that fit, until one is used no more."""
+    monkeypatch.setattr("ficco.dma.lane_ops.MAX_RECORDED", 3)
+    replays, programs = Recorded(), [kind(lane)[0] for lane in ("a", "b", "c", "d")]
+    for _ in range(3 * PAYING_REPLAYS):
+        assert recorded(replays, programs) == [True, True, True, False]
+    assert len(replays) == replays.attempts == 3
+    for _ in range(3 * PAYING_REPLAYS):
+        assert recorded(replays, programs[1:3]) == [True, True]
+    assert recorded(replays, programs[1:]) == [True, True, True]
+    assert replays.attempts == 4 and recorded(replays, programs[:1]) == [False]
+    assert len(replays) == 3
+
+
+def test_a_freed_program_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ficco.dma.lane_ops.MAX_RECORDED", 1)
+    replays, programs = Recorded(), [kind(lane)[0] for lane in ("a", "b")]
     for _ in range(PAYING_REPLAYS):
-        replays.find(program, calls[0], 1)
-        replays.find(program, calls[1], 1)
-    assert replays.find(program, calls[2], 1) == "first"
-    assert replays.find(program, calls[3], 1) is None and len(replays) == 3
+        assert recorded(replays, programs) == [True, False]
+    programs.pop(0).siblings.clear()
+    gc.collect()
+    assert recorded(replays, programs) == [True] and len(replays) == 1
+
+
+def test_recordings_are_replaced_only_if_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ficco.dma.lane_ops.MAX_RECORDED", 2)
+    replays, programs = Recorded(), [kind(lane)[0] for lane in ("a", "b", "c", "d")]
+    assert recorded(replays, programs) == [True, True, False, False]
+    for _ in range(PAYING_REPLAYS):
+        assert recorded(replays, programs[1:2]) == [True]
+    assert recorded(replays, programs[2:]) == [True, False]
+    assert len(replays) == 2
