@@ -491,15 +491,15 @@ class Replays:
                     new = _Recorded(self._total, weakref.ref(one), key, recording, self._replayed)
                     self._recorded[new.number], one.recorded[key] = weakref.ref(new), new
         recorded = run.recorded.get(key)
-        return recorded and recorded.recording
+        return None if recorded is None else recorded.recording
 
     def close(self) -> None:
         self._recorders.clear()
         self._recorded.clear()
 
     def _has_room(self) -> bool:
-        """Whether a recording may be added. Makes room if recordings pay: drops one that no call
-        has used for long. Calls that take turns, such as those of a training step, keep theirs."""
+        """Whether a recording may be added. If recordings pay, a recording that no call has used
+        for long makes room. The recordings of calls that take turns, as in training, stay."""
         paying = PAYING_REPLAYS * MAX_RECORDED
         if self._total >= MAX_RECORDED and self._replayed < PAYING_REPLAYS * self._total:
             return False

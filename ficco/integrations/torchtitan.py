@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ficco.integrations import client
 from ficco.nn import gathered_linears, scattered_linear
-from ficco.nn.plain import local_of, own_kernel
+from ficco.nn.plain import local_of, own_kernel, part_of, placed
 from ficco.runtime.counters import stays
 
 with client("torchtitan", "0.3.0"):
@@ -78,7 +78,7 @@ def _local(parameter: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | No
             Partial() if own == Replicate() and name != "tp" and isinstance(of_x, Shard) else own
             for own, of_x, name in zip(parameter.placements, x.placements, names, strict=True)
         ]
-    return parameter.to_local(grad_placements=grads)
+    return part_of(parameter, grads)
 
 
 def _require_readable(*layers: Linear) -> None:
@@ -120,10 +120,7 @@ def _run(
         return called(x, *weights)  # type: ignore[no-any-return]
     placements = list(x.placements)
     placements[(x.device_mesh.mesh_dim_names or ()).index("tp")] = Shard(2 if gathers else 1)
-    return [
-        DTensor.from_local(y, x.device_mesh, placements, run_check=False)
-        for y in called(x.to_local(), *weights)
-    ]
+    return [placed(y, x.device_mesh, *placements) for y in called(part_of(x), *weights)]
 
 
 def _gathered(

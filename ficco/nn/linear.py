@@ -40,6 +40,7 @@ from ficco.nn.plain import (
     not_linear,
     of_dtensors,
     own_kernel,
+    part_of,
     readable,
     set_before_call,
 )
@@ -281,7 +282,7 @@ class _ParallelLinear(nn.Module):
                 f"part of it over {tensor.device_mesh}, as fully_shard leaves it between calls; "
                 "call the layer within the forward of the module that fully_shard wraps"
             )
-        return tensor.to_local()
+        return part_of(tensor)
 
     def product(self, x: DTensor) -> Any:
         """Multiply without the bias, by the weight's own kernel, in the layout of the weight's

@@ -8,15 +8,20 @@ read the weight of a layer asks here first, and calls the layer if one of them a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ficco.ops.record import Differentiable, differentiable
 
 #: The parameters that a parallel layer shards. Parameters that users add stay as they are.
 PARAMETERS = ("weight", "bias")
@@ -101,3 +106,70 @@ def of_dtensors(weight: torch.Tensor) -> bool:
         return True
     names, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined]
     return any(isinstance(getattr(weight, name), DTensor) for name in names)
+
+
+class _Layout(NamedTuple):
+    """Where the parts of a DTensor lie. ``shape``: its own; None if all parts have the same."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size | None = None
+
+
+def part_of(x: DTensor, gradients: Sequence[Placement] | None = None) -> torch.Tensor:
+    """Return ``x.to_local(grad_placements=gradients)``, whose backward takes half as long."""
+    plain = torch.is_grad_enabled() and type(x._local_tensor) is torch.Tensor
+    if not plain or _by_torch(x.placements):
+        return x.to_local(grad_placements=gradients)
+    layout = _Layout(x.device_mesh, tuple(gradients or x.placements), x.shape)
+    part: torch.Tensor = differentiable(_PART, layout, x)[0]
+    return part
+
+
+def placed(part: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    """Return ``DTensor.from_local(part, mesh, placements, run_check=False)``, in half the time."""
+    if type(part) is not torch.Tensor or _by_torch(placements):
+        return DTensor.from_local(part, mesh, placements, run_check=False)
+    x: DTensor = differentiable(_PLACED, _Layout(mesh, placements), part)[0]
+    return x
+
+
+def _by_torch(placements: tuple[Placement, ...]) -> bool:
+    """Whether to leave a layout to PyTorch's functions: in compiled code, and for partial sums,
+    whose gradients have another layout in newer releases."""
+    return torch.compiler.is_compiling() or any(map(Placement.is_partial, placements))
+
+
+@lru_cache(1024)
+def _spec(layout: _Layout, shape: torch.Size, stride: Any, dtype: torch.dtype) -> Any:
+    """PyTorch's description of a layout, for parts of this shape and stride."""
+    part = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    spec: Any = DTensor.from_local(part, layout.mesh, layout.placements, run_check=False)._spec
+    spec.tensor_meta = spec.tensor_meta._replace(shape=layout.shape or spec.shape)
+    return spec
+
+
+def _put(layout: _Layout, parts: Sequence[torch.Tensor | None], *_: Any) -> Any:
+    (part,) = parts
+    if part is None:
+        return (None,), ()
+    # A copy, since operators of DTensors may change it.
+    spec = copy.copy(_spec(layout, part.shape, part.stride(), part.dtype))
+    create: Any = DTensor
+    return (create(part.view_as(part), spec, requires_grad=part.requires_grad),), ()
+
+
+def _take(layout: _Layout, tensors: Sequence[Any], *_: Any) -> Any:
+    part = None if tensors[0] is None else local_of(tensors[0])
+    return (part if part is None else part.view_as(part),), ()
+
+
+def _take_gradient(layout: _Layout, grads: Sequence[Any], *_: Any) -> Any:
+    (grad,) = grads
+    if grad is not None and grad.placements != layout.placements:
+        grad = grad.redistribute(placements=layout.placements)
+    return _take(layout, (grad,))[0]
+
+
+_PART = Differentiable(_take, lambda *arguments: _put(*arguments)[0], zeros=False)
+_PLACED = Differentiable(_put, _take_gradient, zeros=False)

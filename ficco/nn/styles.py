@@ -37,7 +37,7 @@ from ficco.nn.linear import (
     share,
     shared_output,
 )
-from ficco.nn.plain import not_linear, own_kernel, set_before_call
+from ficco.nn.plain import not_linear, own_kernel, part_of, placed, set_before_call
 from ficco.ops.entry import tells_refusals
 from ficco.ops.recipes import Float8Recipe, recipe_of
 from ficco.schedules import Schedule
@@ -363,7 +363,7 @@ def _laid_out(
     if same and style.use_local_output:
         return y
     if uneven is None:
-        out = DTensor.from_local(y, mesh, [layout], run_check=False)
+        out = placed(y, mesh, layout)
     else:
         stride = torch.empty(uneven, device="meta").stride()
         out = DTensor.from_local(
@@ -400,7 +400,7 @@ def _uneven(length: int, mesh: DeviceMesh) -> list[int] | None:
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
-    local = x.to_local() if isinstance(x, DTensor) else x
+    local = part_of(x) if isinstance(x, DTensor) else x
     return _Arrived.apply(local) if isinstance(local, AsyncCollectiveTensor) else local
 
 
