@@ -149,6 +149,12 @@ def _check_adapters(module: nn.Module) -> None:
             )
 
 
+def _sequence_first(x: torch.Tensor) -> torch.Tensor:
+    """Lay out [b, s, h] in memory as the layers' results lie, [s, b, h]. Otherwise each layer would
+    copy its rows, and each sum of a residual and a result would read one of them in strides."""
+    return x.movedim(1, 0).contiguous().movedim(0, 1)
+
+
 class FiccoLayer(stock.TensorParallelLayer):
     """On a decoder layer: its hidden states are this rank's part of the sequence, if the ranks can
     share that equally, and DTensors ``Shard(1)`` between layers. If not, as where one token is
@@ -164,9 +170,12 @@ class FiccoLayer(stock.TensorParallelLayer):
                     child.shares_sequence = shares
             if not shares:
                 return forward(x, *args, **kwargs)
-            if not isinstance(x, DTensor):
-                x = placed(x, mesh, Replicate()).redistribute(placements=[Shard(1)])
-            out = forward(part_of(x), *args, **kwargs)
+            if isinstance(x, DTensor):
+                part = part_of(x)
+            else:
+                whole = placed(x, mesh, Replicate())
+                part = _sequence_first(part_of(whole.redistribute(placements=[Shard(1)])))
+            out = forward(part, *args, **kwargs)
             if isinstance(out, tuple):
                 return placed(out[0], mesh, Shard(1)), *out[1:]
             return placed(out, mesh, Shard(1))
@@ -205,6 +214,8 @@ class FiccoNorm(stock.SequenceParallel):
             shares = module.shares_sequence
             if isinstance(x, DTensor):  # from the last layer
                 shares, x = True, part_of(x)
+                if x.requires_grad and not watched(x):
+                    x.register_hook(_sequence_first)
             layout = Shard(1) if shares else Replicate()
             if method and module._parameters and not watched(x):
                 plain = _of_plain_tensors(module, Partial() if shares else Replicate())
