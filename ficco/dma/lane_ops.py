@@ -384,10 +384,10 @@ def by_launches(
 #: (H200, 2 ranks, growing).
 MAX_RECORDED = 512
 
-#: Replays of each recording that pay for recordings beyond ``MAX_RECORDED``. A recording takes
-#: 0.3 ms, and a replay saves 0.1 ms (2 H200). Operands of a decoder with a growing cache have new
-#: addresses again and again.
-PAYING_REPLAYS = 4
+#: Recordings that an engine makes without regard to their use, and replays of each that pay for
+#: further ones. A recording takes 0.3 ms, and a replay saves 0.1 ms (2 H200). Operands of a decoder
+#: with a growing cache have new addresses again and again.
+FREE_RECORDINGS, PAYING_REPLAYS = 128, 4
 
 
 #: Getters of the numerical settings that affect which kernels run for the same operands, by the
@@ -500,13 +500,12 @@ class Replays:
     def _has_room(self) -> bool:
         """Whether a recording may be added. If recordings pay, a recording that no call has used
         for long makes room. The recordings of calls that take turns, as in training, stay."""
-        paying = PAYING_REPLAYS * MAX_RECORDED
-        if self._total >= MAX_RECORDED and self._replayed < PAYING_REPLAYS * self._total:
+        if self._total >= FREE_RECORDINGS and self._replayed < PAYING_REPLAYS * self._total:
             return False
         while len(self._recorded) >= MAX_RECORDED:
             number, reference = next(iter(self._recorded.items()))
             if (oldest := reference()) is not None:  # else its program was freed
-                if self._replayed - oldest.used < paying:
+                if self._replayed - oldest.used < PAYING_REPLAYS * MAX_RECORDED:
                     return False
                 if (run := oldest.run()) is not None:
                     del run.recorded[oldest.key]

@@ -127,11 +127,11 @@ def test_a_freed_program_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded(replays, programs) == [True] and len(replays) == 1
 
 
-def test_recordings_are_replaced_only_if_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ficco.dma.lane_ops.MAX_RECORDED", 2)
+def test_calls_are_recorded_only_if_recordings_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ficco.dma.lane_ops.FREE_RECORDINGS", 2)
     replays, programs = Recorded(), [kind(lane)[0] for lane in ("a", "b", "c", "d")]
     assert recorded(replays, programs) == [True, True, False, False]
     for _ in range(PAYING_REPLAYS):
         assert recorded(replays, programs[1:2]) == [True]
     assert recorded(replays, programs[2:]) == [True, False]
-    assert len(replays) == 2
+    assert len(replays) == 3
