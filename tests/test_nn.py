@@ -52,6 +52,7 @@ from ficco.nn import (
     scattered_linear,
     sum_gradient,
 )
+from ficco.nn.plain import local_of, part_of, placed
 from ficco.options import options
 
 ROOT = Path(__file__).parents[1]
@@ -750,6 +751,41 @@ def parallelized(module: nn.Module, mesh: Any, layout: Any = None) -> nn.Module:
 X, GRAD = (integers(2, SEQUENCE, HIDDEN, seed=seed) for seed in (3, 4))
 
 
+def _parts(at: Rank) -> None:
+    """Parts of DTensors, DTensors of parts and the gradients of both are PyTorch's, also where
+    ranks have different shapes, a gradient lies transposed, or it has another placement."""
+    mesh, whole = mesh_of(at), torch.arange(20.0).view(5, 4)
+
+    def same(own: Any, theirs: Any) -> None:
+        for one, other in ((own, theirs), (local_of(own), local_of(theirs))):
+            assert type(one) is type(other) and torch.equal(local_of(one), local_of(other))
+            assert (one.shape, one.stride()) == (other.shape, other.stride())
+        assert getattr(own, "placements", None) == getattr(theirs, "placements", None)
+
+    summing = itertools.product((Replicate(), Partial()), (None, [Replicate()], [Partial()]))
+    for placement, gradients in ((Shard(0), None), (Shard(1), None), *summing):
+        summed = placement == Partial()
+        x: Any = DTensor.from_local(whole, mesh, [placement], run_check=False)
+        x = (x if summed else distribute_tensor(whole, mesh, [placement])).detach()
+        own, theirs = part_of(x.requires_grad_(), gradients), x.to_local(grad_placements=gradients)
+        same(own, theirs)
+        grad = torch.ones_like(own) + at.rank
+        for each in (grad, grad.t().contiguous().t()):
+            same(*(torch.autograd.grad(y, x, each, retain_graph=True)[0] for y in (own, theirs)))
+    for placement, order in itertools.product(
+        (Shard(0), Replicate(), Partial()), (whole, whole.t())
+    ):
+        x = order.detach().requires_grad_()
+        own, theirs = placed(x, mesh, placement), DTensor.from_local(x, mesh, [placement])
+        same(own, theirs)
+        assert own._spec is not placed(x, mesh, placement)._spec  # PyTorch changes them in place
+        for layout in (Shard(1), Replicate()):
+            grad = distribute_tensor(
+                torch.arange(own.numel() * 1.0).view(own.shape), mesh, [layout]
+            )
+            same(*(torch.autograd.grad(y, x, grad, retain_graph=True)[0] for y in (own, theirs)))
+
+
 def _shared(at: Rank) -> None:
     """Layers of a module share one gather, also if it is recomputed. Layers with a replicated input
     share the sum of its gradient."""
@@ -986,7 +1022,7 @@ WITH_FSDP2 = partial(pytest.param, marks=HAS_FSDP2)
 RECORDS = since("2.8", "does not tell that a checkpoint is being recorded: CheckpointError")
 OF_LAYERS = _kinds, _initialisation, _state_dicts, _more_than_weights, _unequal, _encoder
 OF_ALL = _replicated_norm, _recomputed, _meta, _skipped, WITH_FSDP2(_parts_or_wholes)
-OF_STYLES = _vectors, _shared, _collective_in_flight, _changed, _compiled, _subclasses
+OF_STYLES = _vectors, _parts, _shared, _collective_in_flight, _changed, _compiled, _subclasses
 OTHERS = pytest.param(_recomputed_within, marks=RECORDS), _more_than_linear
 
 
