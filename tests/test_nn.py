@@ -756,34 +756,37 @@ def _parts(at: Rank) -> None:
     ranks have different shapes, a gradient lies transposed, or it has another placement."""
     mesh, whole = mesh_of(at), torch.arange(20.0).view(5, 4)
 
-    def same(own: Any, theirs: Any) -> None:
-        for one, other in ((own, theirs), (local_of(own), local_of(theirs))):
+    def same(own: Any, expected: Any) -> None:
+        for one, other in ((own, expected), (local_of(own), local_of(expected))):
             assert type(one) is type(other) and torch.equal(local_of(one), local_of(other))
             assert (one.shape, one.stride()) == (other.shape, other.stride())
-        assert getattr(own, "placements", None) == getattr(theirs, "placements", None)
+        assert getattr(own, "placements", None) == getattr(expected, "placements", None)
 
     summing = itertools.product((Replicate(), Partial()), (None, [Replicate()], [Partial()]))
     for placement, gradients in ((Shard(0), None), (Shard(1), None), *summing):
         summed = placement == Partial()
         x: Any = DTensor.from_local(whole, mesh, [placement], run_check=False)
         x = (x if summed else distribute_tensor(whole, mesh, [placement])).detach()
-        own, theirs = part_of(x.requires_grad_(), gradients), x.to_local(grad_placements=gradients)
-        same(own, theirs)
+        own, expected = (
+            part_of(x.requires_grad_(), gradients),
+            x.to_local(grad_placements=gradients),
+        )
+        same(own, expected)
         grad = torch.ones_like(own) + at.rank
         for each in (grad, grad.t().contiguous().t()):
-            same(*(torch.autograd.grad(y, x, each, retain_graph=True)[0] for y in (own, theirs)))
+            same(*(torch.autograd.grad(y, x, each, retain_graph=True)[0] for y in (own, expected)))
     for placement, order in itertools.product(
         (Shard(0), Replicate(), Partial()), (whole, whole.t())
     ):
         x = order.detach().requires_grad_()
-        own, theirs = placed(x, mesh, placement), DTensor.from_local(x, mesh, [placement])
-        same(own, theirs)
+        own, expected = placed(x, mesh, placement), DTensor.from_local(x, mesh, [placement])
+        same(own, expected)
         assert own._spec is not placed(x, mesh, placement)._spec  # PyTorch changes them in place
         for layout in (Shard(1), Replicate()):
             grad = distribute_tensor(
                 torch.arange(own.numel() * 1.0).view(own.shape), mesh, [layout]
             )
-            same(*(torch.autograd.grad(y, x, grad, retain_graph=True)[0] for y in (own, theirs)))
+            same(*(torch.autograd.grad(y, x, grad, retain_graph=True)[0] for y in (own, expected)))
 
 
 def _shared(at: Rank) -> None:

@@ -40,6 +40,7 @@ from ficco.nn.linear import (
 from ficco.nn.plain import not_linear, own_kernel, part_of, placed, set_before_call
 from ficco.ops.entry import tells_refusals
 from ficco.ops.recipes import Float8Recipe, recipe_of
+from ficco.ops.record import Differentiable, differentiable
 from ficco.schedules import Schedule
 
 
@@ -401,16 +402,14 @@ def _uneven(length: int, mesh: DeviceMesh) -> list[int] | None:
 
 def _local(x: torch.Tensor) -> torch.Tensor:
     local = part_of(x) if isinstance(x, DTensor) else x
-    return _Arrived.apply(local) if isinstance(local, AsyncCollectiveTensor) else local
+    if isinstance(local, AsyncCollectiveTensor):
+        local = differentiable(_ARRIVED, None, local)[0]
+    return local
 
 
-class _Arrived(torch.autograd.Function):
-    """Waits for the result of an asynchronous collective, whose own ``wait`` has no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: AsyncCollectiveTensor) -> torch.Tensor:
-        return x.wait().detach()  # the tensor inside x must not get a gradient function
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+#: Waits for the result of an asynchronous collective, whose own ``wait`` has no gradient. The
+#: tensor inside must not get a gradient function.
+_ARRIVED = Differentiable(
+    lambda request, operands, needs: ((operands[0].wait().detach(),), ()),  # type: ignore[attr-defined]
+    lambda request, grads, saved, needs: grads,
+)

@@ -24,12 +24,12 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3520, 1850),
-    "dma": (7480, 4210),
+    "dma": (7497, 4220),
     "heuristics": (1600, 720),
     "hip_kernels": (1205, 575),
-    "integrations": (1027, 525),
+    "integrations": (1051, 545),
     "machine": (1465, 645),
-    "nn": (2255, 1085),
+    "nn": (2327, 1130),
     "ops": (5990, 2820),
     "passes": (1975, 1170),
     "plan": (1110, 540),
@@ -60,12 +60,12 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "files that name tiled": 18,
     # Numbers of places in the same files; a redesign should leave one place of each.
     "calls of begin": 4,
-    "autograd functions": 3,
+    "autograd functions": 2,
     "isinstance of problems": 0,
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 39_631
+LINES_OF_TESTS = 39_715
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
