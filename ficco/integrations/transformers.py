@@ -80,8 +80,10 @@ class FiccoRowwise(_FiccoLinear, stock.RowwiseParallel):
     share the sequence (:class:`FiccoModule`)."""
 
 
-#: Styles of a row-parallel layer, by whether ranks share the sequence before and after it.
+#: Styles of a row-parallel layer, by whether ranks share the sequence before and after it; and if
+#: they do and its results are dropped at random within the module, by DTensors.
 _ROWWISE = {True: RowwiseParallel(output_layouts=Shard(1)), False: RowwiseParallel()}
+_DROPPED = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
 
 
 class FiccoModule(stock.TensorParallelLayer):
@@ -96,7 +98,21 @@ class FiccoModule(stock.TensorParallelLayer):
         module.shares_sequence = False
         before = partial(_share_sequence, mesh) if self.sequence else share_inputs
         module.register_forward_pre_hook(before, with_kwargs=True)
+        if self.sequence and _drops(module):
+            module.register_forward_hook(_to_part)
         return module
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module drops its results at random by a function (Starcoder2, Seed-OSS)."""
+    return getattr(module, "residual_dropout", 0) > 0
+
+
+def _to_part(module: nn.Module, args: Any, out: Any) -> Any:
+    """Forward hook: return this rank's part of a result."""
+    x, *others = out if isinstance(out, tuple) else (out,)
+    x = part_of(x) if isinstance(x, DTensor) else x
+    return (x, *others) if isinstance(out, tuple) else x
 
 
 def _share_sequence(
@@ -111,7 +127,7 @@ def _share_sequence(
             args = placed(args[0], mesh, Shard(1)), *args[1:]
         else:
             kwargs = {**kwargs, "hidden_states": placed(kwargs["hidden_states"], mesh, Shard(1))}
-    style: Any = _ROWWISE[shares]
+    style: Any = _DROPPED if shares and _drops(module) else _ROWWISE[shares]
     for child in module._modules.values():
         if isinstance(child, RowParallelLinear) and child.style is not style:
             child.style = style

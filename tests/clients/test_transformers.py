@@ -151,29 +151,35 @@ def test_models_are_the_unsharded_ones(
         close(trained(model, 16), trained(unsharded, 16))
 
 
+@pytest.mark.parametrize(
+    ("family", "name"), [("gpt_neox", "hidden_dropout"), ("starcoder2", "residual_dropout")]
+)
 @on_ranks(2, timeout=120)
-def test_parts_of_the_sequence_lie_as_results_do(at: Rank, tmp_path: Path) -> None:
+def test_parts_of_the_sequence_lie_as_results_do(
+    at: Rank, family: str, name: str, tmp_path: Path
+) -> None:
     """Hidden states [b, s, h] and their gradients lie as [s, b, h], so that no layer copies its
     rows. Dropouts get DTensors, whose random numbers differ between the ranks of a GPU mesh."""
     from ficco.integrations.transformers import plan, register
 
-    kinds, lies, forward = set[type](), list[bool](), torch.nn.Dropout.forward
+    kinds, lies, dropout = set[type](), list[bool](), torch.nn.functional.dropout
 
-    def dropped(module: torch.nn.Dropout, x: torch.Tensor) -> torch.Tensor:
-        kinds.add(type(x))
-        return forward(module, x)
+    def dropped(x: torch.Tensor, p: float = 0.5, *arguments: Any, **named: Any) -> torch.Tensor:
+        if p > 0.4:
+            kinds.add(type(x))
+        return dropout(x, p, *arguments, **named)
 
     def see(module: Any, args: Any) -> None:
         lies.append(args[0].movedim(1, 0).is_contiguous())
         args[0].register_hook(lambda grad: lies.append(grad.movedim(1, 0).is_contiguous()))
 
     register()
-    config = saved("gpt_neox", at, tmp_path, hidden_dropout=0.5)
-    with patch.object(torch.nn.Dropout, "forward", dropped):
-        model = loaded(tmp_path, plan(config, sequence_parallel=True)).train()
-        for layer in model.gpt_neox.layers:
-            layer.post_attention_layernorm.register_forward_pre_hook(see)
-        model.gpt_neox.emb_dropout = torch.nn.Identity()  # outside of the layers
+    config = saved(family, at, tmp_path, **{name: 0.5})
+    model = loaded(tmp_path, plan(config, sequence_parallel=True)).train()
+    model.base_model.emb_dropout = torch.nn.Identity()  # outside of the layers
+    for layer in model.base_model.layers:
+        layer.post_attention_layernorm.register_forward_pre_hook(see)
+    with patch.object(torch.nn.functional, "dropout", dropped):
         trained(model, 16)
     assert kinds == {DTensor} and len(lies) == 4 and all(lies), (kinds, lies)
 
