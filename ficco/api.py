@@ -259,6 +259,8 @@ def prepare(
                     f"calls: required one of {', '.join(OPERATORS)}, a shape, and a shape of two "
                     f"dimensions, got {(name, a, b)!r}"
                 )
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype: required a torch.dtype, got {dtype!r}; pass torch.bfloat16")
         request = f"prepare({listed}, dtype={dtype})"
         run = partial(_multiply, listed, group, dtype, workspace.engine.device)
     for _ in range(PASSES * SLOTS):

@@ -91,3 +91,5 @@ def test_invalid_lists_are_refused(at: Rank) -> None:
         for wrong in (5, [("matmul", rows, b)], *([(gather, *each)] for each in shapes)):
             failure = caught(lambda calls=wrong: ficco.prepare(calls, group=group))
             assert (failure.type, failure.text[:15]) == ("ValueError", "calls: required"), failure
+        failure = caught(lambda: ficco.prepare([(gather, rows, b)], dtype="half", group=group))
+        assert (failure.type, failure.text[:15]) == ("ValueError", "dtype: required"), failure
