@@ -251,8 +251,10 @@ def prepare(
         try:
             listed = [(name, tuple(a), tuple(b)) for name, a, b in calls]
         except (TypeError, ValueError):
-            required = "required a function, or a list of names of operators, each with two shapes"
-            raise ValueError(f"calls: {required}, got {calls!r}") from None
+            raise ValueError(
+                "calls: required a function, or a list of names of operators, each with two "
+                f"shapes, got {calls!r}"
+            ) from None
         for name, a, b in listed:
             if name not in OPERATORS or len(b) != 2 or not all(map(_is_size, a + b)):
                 raise ValueError(
@@ -279,9 +281,8 @@ def _multiply(
 ) -> None:
     """Call operators of products, named with the shapes of their operands."""
     for name, shape, (k, n) in listed:
-        a = torch.zeros(shape, dtype=dtype, device=device)
-        b = torch.zeros(n, k, dtype=dtype, device=device).t()
-        getattr(operators, name)(a, b, group=group)
+        zeros = partial(torch.zeros, dtype=dtype, device=device)
+        getattr(operators, name)(zeros(shape), zeros(n, k).t(), group=group)
 
 
 def memory(group: ProcessGroup | DeviceMesh | None = None) -> int:
