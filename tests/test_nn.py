@@ -787,6 +787,8 @@ def _parts(at: Rank) -> None:
                 torch.arange(own.numel() * 1.0).view(own.shape), mesh, [layout]
             )
             same(*(torch.autograd.grad(y, x, grad, retain_graph=True)[0] for y in (own, expected)))
+    for other in (mesh, DeviceMesh.from_group(dist.new_group(), at.device.type)):  # equal ones
+        assert placed(whole, other, Replicate()).device_mesh is other
 
 
 def _shared(at: Rank) -> None:

@@ -155,6 +155,8 @@ def _put(layout: _Layout, parts: Sequence[torch.Tensor | None], *_: Any) -> Any:
         return (None,), ()
     # A copy, since operators of DTensors may change it.
     spec = copy.copy(_spec(layout, part.shape, part.stride(), part.dtype))
+    if spec.mesh is not layout.mesh:  # an equal one, whose group may be another
+        spec.mesh = layout.mesh
     create: Any = DTensor
     return (create(part.view_as(part), spec, requires_grad=part.requires_grad),), ()
 
