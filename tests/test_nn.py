@@ -787,6 +787,8 @@ def _parts(at: Rank) -> None:
                 torch.arange(own.numel() * 1.0).view(own.shape), mesh, [layout]
             )
             same(*(torch.autograd.grad(y, x, grad, retain_graph=True)[0] for y in (own, expected)))
+    with torch.no_grad():
+        assert not placed(torch.ones(1, requires_grad=True), mesh, Replicate()).requires_grad
     for other in (mesh, DeviceMesh.from_group(dist.new_group(), at.device.type)):  # equal ones
         assert placed(whole, other, Replicate()).device_mesh is other
 

@@ -128,7 +128,8 @@ def part_of(x: DTensor, gradients: Sequence[Placement] | None = None) -> torch.T
 
 def placed(part: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
     """Return ``DTensor.from_local(part, mesh, placements, run_check=False)``, in half the time."""
-    if type(part) is not torch.Tensor or _by_torch(placements):
+    cut = part.requires_grad and not torch.is_grad_enabled()  # from its graph, by PyTorch
+    if cut or type(part) is not torch.Tensor or _by_torch(placements):
         return DTensor.from_local(part, mesh, placements, run_check=False)
     x: DTensor = differentiable(_PLACED, _Layout(mesh, placements), part)[0]
     return x
