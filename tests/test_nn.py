@@ -32,7 +32,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ficco.nn import (
     ColumnParallelLinear,
@@ -789,6 +793,10 @@ def _parts(at: Rank) -> None:
             same(*(torch.autograd.grad(y, x, grad, retain_graph=True)[0] for y in (own, expected)))
     with torch.no_grad():
         assert not placed(torch.ones(1, requires_grad=True), mesh, Replicate()).requires_grad
+    # Of a shape that only the first call describes; the recomputed operators are the same.
+    save = partial(create_selective_checkpoint_contexts, lambda *_: CheckpointPolicy.MUST_SAVE)
+    x, square = torch.ones(3, 7, requires_grad=True), lambda x: placed(x, mesh, Shard(0)) ** 2
+    checkpoint(square, x, use_reentrant=False, context_fn=save).to_local().sum().backward()
     for other in (mesh, DeviceMesh.from_group(dist.new_group(), at.device.type)):  # equal ones
         assert placed(whole, other, Replicate()).device_mesh is other
 

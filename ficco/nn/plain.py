@@ -19,7 +19,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.modules import module as torch_module
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from ficco.ops.record import Differentiable, differentiable
 
@@ -144,8 +144,9 @@ def _by_torch(placements: tuple[Placement, ...]) -> bool:
 @lru_cache(1024)
 def _spec(layout: _Layout, shape: torch.Size, stride: Any, dtype: torch.dtype) -> Any:
     """PyTorch's description of a layout, for parts of this shape and stride."""
-    part = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    spec: Any = DTensor.from_local(part, layout.mesh, layout.placements, run_check=False)._spec
+    with _disable_current_modes():  # which would miss these operators at the next call
+        part = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        spec: Any = DTensor.from_local(part, layout.mesh, layout.placements, run_check=False)._spec
     spec.tensor_meta = spec.tensor_meta._replace(shape=layout.shape or spec.shape)
     return spec
 

@@ -29,7 +29,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "hip_kernels": (1205, 575),
     "integrations": (1067, 555),
     "machine": (1465, 645),
-    "nn": (2330, 1133),
+    "nn": (2331, 1134),
     "ops": (5990, 2820),
     "passes": (1975, 1170),
     "plan": (1110, 540),
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 39_727
+LINES_OF_TESTS = 39_735
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
