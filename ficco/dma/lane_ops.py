@@ -389,6 +389,10 @@ MAX_RECORDED = 512
 #: with a growing cache have new addresses again and again.
 FREE_RECORDINGS, PAYING_REPLAYS = 128, 4
 
+#: Calls after which a recording that none of them used makes room. Calls that take turns, as in
+#: training, are fewer, and keep the recordings that there is room for.
+UNUSED_CALLS = 16 * MAX_RECORDED
+
 
 #: Getters of the numerical settings that affect which kernels run for the same operands, by the
 #: dtype of the products that a setting is for; "" for all. A recording keeps PyTorch's preferred
@@ -430,7 +434,7 @@ class _Recorder:
 
 @dataclass(eq=False)
 class _Recorded:
-    """A recording of a run. ``used``: how many replays the engine had made at its last use."""
+    """A recording of a run. ``used``: how many calls the engine had made at its last use."""
 
     number: int
     run: weakref.ref[Run]
@@ -447,7 +451,7 @@ class Replays:
         self._recorders: dict[int, _Recorder] = {}
         # The least recently used first. Runs own their recordings.
         self._recorded: OrderedDict[int, weakref.ref[_Recorded]] = OrderedDict()
-        self._total = self._replayed = 0  # recordings made, and replays of them
+        self._calls = self._total = self._replayed = 0  # recordings made, and replays of them
         # A graph need not launch its nodes in the order of recording: with a single hardware queue
         # a wait could be queued before the operation that it waits for.
         self.possible = driver.records and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
@@ -466,9 +470,10 @@ class Replays:
         run: Run = state["run"]
         key = (raw, *operands_key(call), *[setting() for setting in settings])
         recorded = run.recorded.get(key)
+        self._calls += 1
         if recorded is not None:
             self._replayed += 1
-            recorded.used = self._replayed
+            recorded.used = self._calls
             self._recorded.move_to_end(recorded.number)
             return recorded.recording
         kin = [sibling.state.get("run") for sibling in program.siblings.values()]
@@ -488,7 +493,7 @@ class Replays:
                 # Each recording has parts of attention of its own.
                 if recording := self._record(part, replace(call, parts={}), raw):
                     self._total += 1
-                    new = _Recorded(self._total, weakref.ref(one), key, recording, self._replayed)
+                    new = _Recorded(self._total, weakref.ref(one), key, recording, self._calls)
                     self._recorded[new.number], one.recorded[key] = weakref.ref(new), new
         recorded = run.recorded.get(key)
         return None if recorded is None else recorded.recording
@@ -498,14 +503,14 @@ class Replays:
         self._recorded.clear()
 
     def _has_room(self) -> bool:
-        """Whether a recording may be added. If recordings pay, a recording that no call has used
-        for long makes room. The recordings of calls that take turns, as in training, stay."""
+        """Whether a recording may be added. If recordings pay, one that no call has used for long
+        makes room."""
         if self._total >= FREE_RECORDINGS and self._replayed < PAYING_REPLAYS * self._total:
             return False
         while len(self._recorded) >= MAX_RECORDED:
             number, reference = next(iter(self._recorded.items()))
             if (oldest := reference()) is not None:  # else its program was freed
-                if self._replayed - oldest.used < PAYING_REPLAYS * MAX_RECORDED:
+                if self._calls - oldest.used < UNUSED_CALLS:
                     return False
                 if (run := oldest.run()) is not None:
                     del run.recorded[oldest.key]

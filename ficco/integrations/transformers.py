@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ficco.errors import warn_once
 from ficco.integrations import client
 from ficco.nn import ColumnParallelLinear, ColwiseParallel, RowParallelLinear, RowwiseParallel
-from ficco.nn.plain import part_of, placed
+from ficco.nn.plain import local_of, part_of, placed
 from ficco.nn.styles import share_inputs
 from ficco.ops.entry import watched
 from ficco.runtime.counters import stays
@@ -80,59 +80,39 @@ class FiccoRowwise(_FiccoLinear, stock.RowwiseParallel):
     share the sequence (:class:`FiccoModule`)."""
 
 
-#: Styles of a row-parallel layer, by whether ranks share the sequence before and after it; and if
-#: they do and its results are dropped at random within the module, by DTensors.
-_ROWWISE = {True: RowwiseParallel(output_layouts=Shard(1)), False: RowwiseParallel()}
-_DROPPED = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+#: Style of a row-parallel layer between layers that share the sequence.
+_SCATTERED = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+
+
+#: And where every rank has all of it.
+_REDUCED = RowwiseParallel()
 
 
 class FiccoModule(stock.TensorParallelLayer):
     """On the attention and the MLP: column-parallel layers that share the input share their
-    communication. With ``sequence`` the module is one of a :class:`FiccoLayer`."""
+    communication. With ``sequence`` a row-parallel layer lays its result out as that input is."""
 
     def __init__(self, sequence: bool) -> None:
         self.sequence = sequence
 
-    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         _check_heads(module, mesh.size())
-        module.shares_sequence = False
-        before = partial(_share_sequence, mesh) if self.sequence else share_inputs
+        before = _share_sequence if self.sequence else share_inputs
         module.register_forward_pre_hook(before, with_kwargs=True)
-        if self.sequence and _drops(module):
-            module.register_forward_hook(_to_part)
         return module
 
 
-def _drops(module: nn.Module) -> bool:
-    """Whether a module drops its results at random by a function (Starcoder2, Seed-OSS)."""
-    return getattr(module, "residual_dropout", 0) > 0
-
-
-def _to_part(module: nn.Module, args: Any, out: Any) -> Any:
-    """Forward hook: return this rank's part of a result."""
-    x, *others = out if isinstance(out, tuple) else (out,)
-    x = part_of(x) if isinstance(x, DTensor) else x
-    return (x, *others) if isinstance(out, tuple) else x
-
-
-def _share_sequence(
-    mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: let a module take and return a part of the sequence. Its input becomes a
-    DTensor, since attention reads the length of the sequence from its shape."""
-    shares: Any = module.shares_sequence
-    if shares:
+def _share_sequence(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: let the layers of a module take and return its input's layout."""
+    x = args[0] if args else kwargs["hidden_states"]
+    style: Any = _REDUCED
+    if isinstance(x, DTensor):
         _check_adapters(module)
-        if args:
-            args = placed(args[0], mesh, Shard(1)), *args[1:]
-        else:
-            kwargs = {**kwargs, "hidden_states": placed(kwargs["hidden_states"], mesh, Shard(1))}
-    style: Any = _DROPPED if shares and _drops(module) else _ROWWISE[shares]
+        style = _SCATTERED
     for child in module._modules.values():
         if isinstance(child, RowParallelLinear) and child.style is not style:
             child.style = style
     share_inputs(module, args, kwargs)
-    return args, kwargs
 
 
 #: The layers whose results have the heads of keys, by their names in Transformers.
@@ -172,29 +152,17 @@ def _sequence_first(x: torch.Tensor) -> torch.Tensor:
 
 
 class FiccoLayer(stock.TensorParallelLayer):
-    """On a decoder layer: its hidden states are this rank's part of the sequence, if the ranks can
-    share that equally, and DTensors ``Shard(1)`` between layers. If not, as where one token is
-    decoded, every rank has all of them."""
+    """On a decoder layer: from the first on hidden states are DTensors ``Shard(1)``, if the ranks
+    can share the sequence equally. If not, as where one token is decoded, every rank has them."""
 
-    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         forward, world = module.forward, mesh.size()
 
         def sharing(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            shares = isinstance(x, DTensor) or x.shape[1] % world == 0
-            for child in module.children():
-                if getattr(child, "shares_sequence", shares) != shares:
-                    child.shares_sequence = shares
-            if not shares:
-                return forward(x, *args, **kwargs)
-            if isinstance(x, DTensor):
-                part = part_of(x)
-            else:
-                whole = placed(x, mesh, Replicate())
-                part = _sequence_first(part_of(whole.redistribute(placements=[Shard(1)])))
-            out = forward(part, *args, **kwargs)
-            if isinstance(out, tuple):
-                return placed(out[0], mesh, Shard(1)), *out[1:]
-            return placed(out, mesh, Shard(1))
+            if not isinstance(x, DTensor) and x.shape[1] % world == 0:
+                x = placed(x, mesh, Replicate()).redistribute(placements=[Shard(1)])
+                x = placed(_sequence_first(part_of(x)), mesh, Shard(1))
+            return forward(x, *args, **kwargs)
 
         module.forward = sharing
         return module
@@ -213,34 +181,33 @@ def _of_plain_tensors(module: nn.Module, gradients: Placement) -> nn.Module:
 
 
 class FiccoNorm(stock.SequenceParallel):
-    """A norm or a dropout of a :class:`FiccoLayer`, or the last norm, which returns the whole
-    sequence. A dropout computes with DTensors, which drop other elements in each part."""
+    """A norm between such layers. The last one returns a plain tensor that every rank has."""
 
     def __init__(self, last: bool) -> None:
         super().__init__(sequence_dim=1, use_local_output=False)
         self.last = last
 
-    def install_forward(self, module: Any, mesh: DeviceMesh) -> Any:
+    def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         forward = module.forward
         method: Any = getattr(forward, "__func__", None)  # None: another tool replaced it
         super().install_forward(module, mesh)  # makes DTensors of the parameters
-        module.shares_sequence = False
 
         def sharing(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            shares = module.shares_sequence
-            if isinstance(x, DTensor):  # from the last layer
-                shares, x = True, part_of(x)
-                if x.requires_grad and not watched(x):
-                    x.register_hook(_sequence_first)
-            layout = Shard(1) if shares else Replicate()
-            if method and module._parameters and not watched(x):
-                plain = _of_plain_tensors(module, Partial() if shares else Replicate())
-                out = method(plain, x, *args, **kwargs)
+            if not isinstance(x, DTensor):
+                if method and not watched(x):
+                    return method(_of_plain_tensors(module, Replicate()), x, *args, **kwargs)
+                x = placed(x, mesh, Replicate())
+            if method and x.placements == (Shard(1),) and not watched(local_of(x)):
+                part = part_of(x)
+                if self.last and part.requires_grad:
+                    part.register_hook(_sequence_first)
+                out = method(_of_plain_tensors(module, Partial()), part, *args, **kwargs)
+                out = placed(out, mesh, Shard(1))
             else:
-                out = part_of(forward(placed(x, mesh, layout), *args, **kwargs))
-            if self.last and shares:
-                out = placed(out, mesh, layout).redistribute(placements=[Replicate()]).to_local()
-            return out
+                out = forward(x, *args, **kwargs)
+            if self.last:
+                out = out.redistribute(placements=[Replicate()])
+            return out.to_local() if out.placements == (Replicate(),) else out
 
         module.forward = sharing
         return module
@@ -251,7 +218,7 @@ _LINEAR = {
     "colwise": FiccoColwise(ColwiseParallel()),
     "colwise_gather_output": FiccoColwise(ColwiseParallel(output_layouts=Replicate())),
     "colwise_rep": FiccoColwise(ColwiseParallel(output_layouts=Replicate())),
-    "rowwise": FiccoRowwise(_ROWWISE[False]),
+    "rowwise": FiccoRowwise(_REDUCED),
     "rowwise_split_input": FiccoRowwise(RowwiseParallel(input_layouts=Replicate())),
     "rowwise_rep": FiccoRowwise(RowwiseParallel(input_layouts=Replicate())),
 }
@@ -357,8 +324,7 @@ def _of_sequence(model: nn.Module, own: dict[str, str], rules: dict[str, str]) -
     for layer in model.get_submodule(stack).children():
         for name, child in layer.named_children():
             name = f"{stack}.*.{name}"
-            drops = isinstance(child, nn.Dropout) and child.p > 0
-            if name in modules or not (drops or list(child.parameters())):
+            if name in modules or not list(child.parameters()):
                 continue
             if list(child.children()) or any(weight.dim() > 1 for weight in child.parameters()):
                 raise refuse(f"{name}, a {type(child).__name__}")

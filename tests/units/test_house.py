@@ -24,12 +24,12 @@ PACKAGE = Path(ficco.__file__).parent
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3520, 1850),
-    "dma": (7497, 4220),
+    "dma": (7502, 4225),
     "heuristics": (1600, 720),
     "hip_kernels": (1205, 575),
-    "integrations": (1067, 555),
+    "integrations": (1033, 530),
     "machine": (1465, 645),
-    "nn": (2331, 1134),
+    "nn": (2331, 1135),
     "ops": (5990, 2820),
     "passes": (1975, 1170),
     "plan": (1110, 540),
@@ -65,7 +65,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 39_735
+LINES_OF_TESTS = 39_742
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.

@@ -104,17 +104,22 @@ def recorded(replays: Recorded, programs: Sequence[Program]) -> list[bool]:
 def test_the_recording_that_no_call_has_used_for_long_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Four kinds that take turns keep the three recordings that fit, until one is used no more."""
+    """Four kinds that take turns keep the three recordings that fit, until one is used no more, or
+    until other kinds take turns."""
     monkeypatch.setattr("ficco.dma.lane_ops.MAX_RECORDED", 3)
+    monkeypatch.setattr("ficco.dma.lane_ops.UNUSED_CALLS", 20)
     replays, programs = Recorded(), [kind(lane)[0] for lane in ("a", "b", "c", "d")]
     for _ in range(3 * PAYING_REPLAYS):
         assert recorded(replays, programs) == [True, True, True, False]
     assert len(replays) == replays.attempts == 3
-    for _ in range(3 * PAYING_REPLAYS):
+    for _ in range(5):
         assert recorded(replays, programs[1:3]) == [True, True]
     assert recorded(replays, programs[1:]) == [True, True, True]
     assert replays.attempts == 4 and recorded(replays, programs[:1]) == [False]
-    assert len(replays) == 3
+    others = [kind(lane)[0] for lane in ("e", "f", "g")]
+    for _ in range(4):
+        recorded(replays, others)
+    assert recorded(replays, others) == [True, True, True] and len(replays) == 3
 
 
 def test_a_freed_program_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
