@@ -451,7 +451,7 @@ class Replays:
         self._recorders: dict[int, _Recorder] = {}
         # The least recently used first. Runs own their recordings.
         self._recorded: OrderedDict[int, weakref.ref[_Recorded]] = OrderedDict()
-        self._calls = self._total = self._replayed = 0  # recordings made, and replays of them
+        self._calls = self._total = self._replayed = 0  # calls, recordings, and replays
         # A graph need not launch its nodes in the order of recording: with a single hardware queue
         # a wait could be queued before the operation that it waits for.
         self.possible = driver.records and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"

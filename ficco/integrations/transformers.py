@@ -135,8 +135,8 @@ def _check_adapters(module: nn.Module) -> None:
     DTensors, and would be trained on a part of the sequence on each rank."""
     parallel = ColumnParallelLinear, RowParallelLinear
     for name, child in module.named_children():
-        others = child._modules and not isinstance(child, parallel)
-        if others and any(isinstance(inner, parallel) for inner in child.modules()):
+        wraps = child._modules and not isinstance(child, parallel)
+        if wraps and any(isinstance(inner, parallel) for inner in child.modules()):
             raise NotImplementedError(
                 f"sequence_parallel: required parallel layers in {type(module).__name__}, got "
                 f"{name} wrapped in a {type(child).__module__}.{type(child).__name__}, such as an "

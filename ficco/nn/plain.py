@@ -117,9 +117,9 @@ class _Layout(NamedTuple):
 
 
 def part_of(x: DTensor, gradients: Sequence[Placement] | None = None) -> torch.Tensor:
-    """Return ``x.to_local(grad_placements=gradients)``, whose backward takes half as long."""
-    plain = torch.is_grad_enabled() and type(x._local_tensor) is torch.Tensor
-    if not plain or _by_torch(x.placements):
+    """Return ``x.to_local(grad_placements=gradients)``, whose backward takes less host time."""
+    plain = torch.is_grad_enabled() and not _by_torch(x.placements)
+    if not plain or type(x._local_tensor) is not torch.Tensor:
         return x.to_local(grad_placements=gradients)
     layout = _Layout(x.device_mesh, tuple(gradients or x.placements), x.shape)
     part: torch.Tensor = differentiable(_PART, layout, x)[0]
@@ -127,7 +127,7 @@ def part_of(x: DTensor, gradients: Sequence[Placement] | None = None) -> torch.T
 
 
 def placed(part: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
-    """Return ``DTensor.from_local(part, mesh, placements, run_check=False)``, in half the time."""
+    """Return ``DTensor.from_local(part, mesh, placements, run_check=False)``, in less host time."""
     cut = part.requires_grad and not torch.is_grad_enabled()  # from its graph, by PyTorch
     if cut or type(part) is not torch.Tensor or _by_torch(placements):
         return DTensor.from_local(part, mesh, placements, run_check=False)
@@ -144,7 +144,7 @@ def _by_torch(placements: tuple[Placement, ...]) -> bool:
 @lru_cache(1024)
 def _spec(layout: _Layout, shape: torch.Size, stride: Any, dtype: torch.dtype) -> Any:
     """PyTorch's description of a layout, for parts of this shape and stride."""
-    with _disable_current_modes():  # which would miss these operators at the next call
+    with _disable_current_modes():  # a mode would see these operators in the first call only
         part = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         spec: Any = DTensor.from_local(part, layout.mesh, layout.placements, run_check=False)._spec
     spec.tensor_meta = spec.tensor_meta._replace(shape=layout.shape or spec.shape)
