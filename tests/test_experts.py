@@ -22,6 +22,7 @@ from ficco.compute import products
 from ficco.ops import experts as ops
 from ficco.ops.routing import Routing, rounded
 from ficco.problems import specification
+from ficco.runtime import workspace
 
 SCHEDULES = SUBJECTS["experts"].schedules(2)
 
@@ -181,7 +182,7 @@ def test_tokens_leave_before_the_counts_and_a_schedule_is_chosen_once(at: Rank) 
         call(at, layer, data(layer, at.rank), capacity=None)
     assert notes[:2] == ["rows", "counts"]
     notes.clear()
-    with noting(ops, "decide", lambda layer: (layer.capacity, layer.exact)):
+    with noting(workspace, "decide", lambda layer: (layer.capacity, layer.exact)):
         layer = Layer((40, 40), experts=4, k=16, routes="one")
         for capacity in (None, 40, None):
             call(at, layer, data(layer, at.rank), capacity=capacity)

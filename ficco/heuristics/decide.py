@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ficco.errors import InvalidArgument, warn_once
@@ -40,8 +42,9 @@ from ficco.heuristics.model import (
     shortlist,
 )
 from ficco.machine import COLLECTIVES, Fingerprint, Machine, find, nearest, tuned_key
+from ficco.machine.files import write
 from ficco.plan.render import BYTES, SECONDS, bytes_text, column, seconds_text
-from ficco.problems.products import Problem
+from ficco.problems.products import Problem, digest
 from ficco.problems.specification import AnyProblem
 from ficco.schedules import Schedule, own_candidates
 
@@ -184,6 +187,7 @@ def decide(
     mode: str = "eager",
     offers: tuple[str, ...] = ALL_OFFERS,
     predict: Predict | None = None,
+    folder: Path | None = None,
 ) -> Decision:
     """Choose the schedule of a problem, and give the reason.
 
@@ -196,6 +200,7 @@ def decide(
             other than products, ``"eager"`` is decided as ``"queued"``.
         offers: features of the engine. They are used only if the machine has figures for them.
         predict: seconds of a problem under a schedule on a machine in a mode; None: the family's.
+        folder: where choices of the model are stored for later processes; None: nowhere.
 
     Raises:
         ValueError: the schedule or mode is unknown, or the operator cannot take the schedule.
@@ -243,7 +248,11 @@ def decide(
         return decision(default, "fallback", f"{lacks}; {REMEDY}")
     rounded = family.rounded(problem)
     query = _Query(family, rounded, known, mode, offers, predict or family.seconds)
-    schedule, reason, hidden_s = _chosen(query)
+    # The names of files tell neither own schedules nor another prediction.
+    if folder is None or predict is not None or own_candidates():
+        schedule, reason, hidden_s = _chosen(query)
+    else:
+        schedule, reason, hidden_s = _stored(query, folder)
     if rounded != problem:
         reason += f" (simulated as {rounded})"
     if block := known.unmeasured(problem):
@@ -303,6 +312,35 @@ def _chosen(query: _Query) -> tuple[Schedule, str, float]:
     choice = choose(_compared(query), machine, mode, scatters, family.margin, family.tie)
     serial_s, chosen_s = (p.seconds[MODES[mode][0]] for p in (choice.serial, choice.chosen))
     return choice.chosen.schedule, choice.reason, serial_s - chosen_s
+
+
+#: Packages that the choices of the model depend on.
+_MODEL = "heuristics", "machine", "plan", "problems", "schedules", "simulate"
+
+
+@lru_cache(maxsize=16)
+def _subfolder(machine: Machine) -> str:
+    """Name of the folder with a machine's choices by this code."""
+    package = Path(__file__).resolve().parent.parent
+    files = (file for name in _MODEL for file in sorted((package / name).glob("*.py")))
+    code = "".join(file.read_text("utf-8") for file in files)
+    return f"{digest(code + repr(machine)):010x}"
+
+
+@lru_cache(maxsize=4096)
+def _stored(query: _Query, folder: Path) -> tuple[Schedule, str, float]:
+    """The model's choice, from the file of an earlier process if there is one; else the choice is
+    written."""
+    key = repr((query.problem, query.mode, query.offers))
+    path = folder / _subfolder(query.machine) / f"{digest(key):010x}"
+    with suppress(OSError, ValueError):  # there is no file, or it is damaged
+        text, name, hidden_s, reason = path.read_text("utf-8").splitlines()
+        if text == key:
+            return Schedule.parse(name), reason, float(hidden_s)
+    schedule, reason, seconds = choice = _chosen(query)
+    with suppress(OSError):
+        write(path, "\n".join((key, str(schedule), repr(seconds), reason)), durable=False)
+    return choice
 
 
 def described(machine: Machine, world: int) -> Machine | None:

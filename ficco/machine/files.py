@@ -40,11 +40,11 @@ from ficco.problems.products import digest as digest_of_text
 _END = "..."
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str, *, durable: bool = True) -> None:
     """Write a file atomically, and create its folders. A reader sees the old text or the new one.
 
-    Once the function has returned, the new text survives a loss of power. A process that dies
-    during the write leaves a hidden file in the folder.
+    Once the function has returned, the new text survives a loss of power, if it shall be durable. A
+    process that dies during the write leaves a hidden file in the folder.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full. The old file is unchanged.
@@ -55,12 +55,15 @@ def write(path: Path, text: str) -> None:
         with part.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(part, path)
     except BaseException:
         with suppress(OSError):
             part.unlink()
         raise
+    if not durable:
+        return
     with suppress(OSError):  # sync the new name, too, where the system can sync folders
         folder = os.open(path.parent, os.O_RDONLY)
         try:

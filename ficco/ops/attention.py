@@ -21,7 +21,6 @@ from torch.utils import checkpoint
 from ficco.compute.attention import Result
 from ficco.compute.program import Call, Symmetric
 from ficco.errors import InvalidArgument
-from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.call import keep_to_cap, ring
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
@@ -157,7 +156,7 @@ class AttentionCall(Invocation):
         forward = AttentionProblem(*sizes, dtype, **facts)
         problem = forward if self.of is None else forward.gradient(self.gathered is not None)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
-        decision = decide(problem, self.schedule, machine=known.machine, mode=mode)
+        decision = workspace.decide(problem, self.schedule, options.machine, mode=mode)
         chosen = decision.schedule
         agreed = [known.text] * (self.schedule == "auto")
         if chosen.mover not in engine.capabilities().movers:

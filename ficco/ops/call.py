@@ -21,7 +21,7 @@ from ficco.compute.buffers import layout_of
 from ficco.compute.program import Call, Symmetric
 from ficco.dma.engine import Engine
 from ficco.errors import FiccoError, warn_once
-from ficco.heuristics import Decision, decide
+from ficco.heuristics import Decision
 from ficco.ops import problem_log
 from ficco.ops.entry import watched
 from ficco.ops.operands import (
@@ -265,12 +265,9 @@ class ProductCall(Invocation):
         )
         problem_log.note(options.log_problems, problem, engine.rank)
         known = workspace.known(options.machine)
-        decision = decide(
-            problem,
-            self.schedule,
-            machine=known.machine,
-            mode=self.mode,
-            offers=engine.capabilities().offers,
+        offers = engine.capabilities().offers
+        decision = workspace.decide(
+            problem, self.schedule, options.machine, mode=self.mode, offers=offers
         )
         chosen = decision.schedule
         if decision.source == "fallback" and engine.asynchronous and engine.rank == 0:

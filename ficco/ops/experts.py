@@ -32,7 +32,6 @@ from ficco.compute.products import ACTIVATIONS
 from ficco.compute.program import Call, Filled
 from ficco.compute.ragged_blocks import ends_of, index_of
 from ficco.dma.engine import Engine
-from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.call import keep_to_cap, plain
 from ficco.ops.entry import check_traced, tells_refusals, under_autocast
@@ -240,7 +239,7 @@ class RoundCall(Invocation):
         engine, layer, known = workspace.engine, self.layer, workspace.known(options.machine)
         mode = "idle" if layer.exact else "queued"  # the host has waited for the device
         mean = _mean_layer(layer, self.blocks)
-        decision = decide(mean, self.schedule, machine=known.machine, mode=mode)
+        decision = workspace.decide(mean, self.schedule, options.machine, mode=mode)
         (plan,) = expert_plans(layer, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, self.purpose, engine.rank)
         keep_to_cap(engine, plan, options.workspace_bytes)

@@ -25,7 +25,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ficco.compute.program import Call
-from ficco.heuristics import decide
 from ficco.ops import problem_log
 from ficco.ops.attention import FACTS, asked_for, check_together, flops
 from ficco.ops.call import keep_to_cap, plain, row_major
@@ -197,7 +196,7 @@ class HeadsCall(Invocation):
         attention = AttentionProblem(*sizes, dtype, **facts)
         problem = HeadsProblem(attention, saves=self.saves, backward=self.backward)
         known, mode = workspace.known(options.machine), "queued" if engine.asynchronous else "idle"
-        decision = decide(problem, self.of.schedule, machine=known.machine, mode=mode)
+        decision = workspace.decide(problem, self.of.schedule, options.machine, mode=mode)
         agreed = [known.text] * (self.of.schedule == "auto")
         (plan,) = heads_plans(problem, decision.schedule, [engine.rank])
         problem_log.say(options.log, decision, plan.schedule, "", engine.rank)

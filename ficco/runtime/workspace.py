@@ -36,12 +36,16 @@ from ficco.errors import (
     carry_out,
     reason_of,
 )
+from ficco.heuristics import Decision, decide
+from ficco.hip_kernels.build import cache_dir
 from ficco.machine import Machine, digest, find, nearest
 from ficco.options import Options, carried, current
 from ficco.plan import Plan
+from ficco.problems.specification import AnyProblem
 from ficco.runtime import counters
 from ficco.runtime.board import REFUSED, Board, published
 from ficco.runtime.watchdog import Watchdog
+from ficco.schedules import Schedule
 
 #: Calls that may be in flight on a group at once. With two, a call does not wait until the peers
 #: have finished the one before.
@@ -394,6 +398,14 @@ class Workspace:
             fingerprint = self.engine.fingerprint()
             self._known[wanted] = RankMachine(find(wanted, fingerprint) or nearest(fingerprint))
         return self._known[wanted]
+
+    def decide(
+        self, problem: AnyProblem, wanted: str | Schedule, machine: str | None, **how: Any
+    ) -> Decision:
+        """A decision (``how``: :func:`ficco.heuristics.decide`) for the machine with this name or
+        path. The user's cache folder stores what the model chooses."""
+        known, folder = self.known(machine).machine, cache_dir() / "decisions"
+        return decide(problem, wanted, machine=known, folder=folder, **how)
 
     def keep(self, key: Hashable, cached: CachedCall) -> None:
         """Cache a kind of call.

@@ -22,9 +22,9 @@ from test_model import ASSUMED, MACHINE, PROBLEM, problem
 
 import ficco
 from ficco import errors
-from ficco.heuristics import decide, families, problem_of_sizes, where
+from ficco.heuristics import Decision, decide, families, problem_of_sizes, where
 from ficco.heuristics.candidates import ALL_OFFERS, SERIALS, candidates, is_serial
-from ficco.heuristics.decide import described
+from ficco.heuristics.decide import _stored, described
 from ficco.integrations.vllm import _fewest_rows
 from ficco.machine import (
     Collective,
@@ -513,6 +513,54 @@ def test_calls_with_different_machines_decide_separately(at: Rank, tmp_path: Pat
         (workspace,) = workspaces(group)
         schedules = [bound.plan.schedule for bound in workspace.programs.values()]
     assert schedules == ["shrinking:tail=2", "growing:pieces=2", "growing"]
+
+
+# Choices that are stored for later processes.
+
+
+def test_a_later_process_takes_the_stored_choice(tmp_path: Path) -> None:
+    """The file is changed, to tell a stored choice from a new one. A later process starts with no
+    choice in memory."""
+
+    def later(folder: Path = tmp_path, machine: Machine = MACHINE, **how: Any) -> Decision:
+        _stored.cache_clear()
+        return decide(PROBLEM, machine=machine, folder=folder, **how)
+
+    chosen = decide(PROBLEM, machine=MACHINE)
+    assert later() == chosen
+    (path,) = (file for file in tmp_path.rglob("*") if file.is_file())
+    text = path.read_text()
+    key, name, _, _ = text.splitlines()
+    assert name == str(chosen.schedule) and repr(PROBLEM) in key
+    path.write_text("\n".join((key, "ring:pieces=3", "0.5", "stored")))
+    assert str(later()) == "ring:pieces=3 (model: stored)" and later().hidden_s == 0.5
+    # Nothing that the choice depends on may differ.
+    assert later(mode="queued").reason != "stored"
+    assert later(machine=replace(MACHINE, margin=0.03)).reason != "stored"
+    files = sorted(tmp_path.rglob("*"))
+    assert later(predict=predict).reason != "stored"
+    with pytest.MonkeyPatch.context() as patch:  # the code of own schedules is not in a key
+        patch.setattr(sys.modules["ficco.heuristics.decide"], "own_candidates", lambda: ("own",))
+        assert later().reason != "stored"
+    assert sorted(tmp_path.rglob("*")) == files
+    other = text.replace(repr(PROBLEM), "another problem").replace(name, "serial")
+    for damaged in ("", text[: len(text) // 2], text.replace(name, "no schedule"), other):
+        path.write_text(damaged)
+        assert later() == chosen and path.read_text() == text
+    path.write_bytes(b"\xff" * 64)
+    assert later() == chosen
+    assert later(path) == chosen  # a file is no folder: nothing is stored
+
+
+@on_ranks(2)
+def test_calls_store_their_choices_in_the_users_cache(at: Rank, tmp_path: Path) -> None:
+    path = tmp_path / f"{at.rank}.yaml"
+    save(replace(MACHINE, ranks=2), path)
+    with own_group(at) as group, ficco.options(machine=str(path), timeout_s=10.0):
+        ficco.all_gather_matmul(torch.ones(24, 16), torch.ones(16, 40), group=group)
+    folder = Path(os.environ["FICCO_CACHE_DIR"]) / "decisions"
+    texts = [file.read_text() for file in folder.rglob("*") if file.is_file()]
+    assert any("rows=(24, 24), n=40, k=16, dtype='float32'" in text for text in texts)
 
 
 @on_ranks(2)

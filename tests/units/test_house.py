@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 import ficco
+from ficco.heuristics.decide import _MODEL
 
 PACKAGE = Path(ficco.__file__).parent
 
@@ -23,19 +24,19 @@ PACKAGE = Path(ficco.__file__).parent
 #: a diff to argue for. Lower it when you remove lines. A renamed room is a renamed line.
 BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
-    "compute": (3520, 1850),
+    "compute": (3522, 1852),
     "dma": (7502, 4225),
-    "heuristics": (1600, 720),
+    "heuristics": (1635, 745),
     "hip_kernels": (1205, 575),
     "integrations": (1033, 530),
     "machine": (1465, 645),
-    "nn": (2331, 1135),
+    "nn": (2376, 1155),
     "ops": (5990, 2820),
     "passes": (1975, 1170),
     "plan": (1110, 540),
     "problems": (2425, 1090),
     "proof": (1810, 1250),
-    "runtime": (2190, 1250),
+    "runtime": (2203, 1260),
     "schedules": (4680, 2760),
     "simulate": (1275, 835),
     "tools": (13660, 7695),
@@ -65,7 +66,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 39_742
+LINES_OF_TESTS = 39_830
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
@@ -353,6 +354,11 @@ RULES = (upward, impure, clients, vendor_names, vendor_modules, own_gpus)
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_hold(rule: Rule) -> None:
     assert rule() == []
+
+
+def test_stored_choices_depend_on_all_code_of_the_model() -> None:
+    pure = {unit for units in PURE for unit in units}
+    assert {*_MODEL} == pure - {"errors", "version", "proof"}
 
 
 def test_every_module_has_a_docstring() -> None:
