@@ -10,6 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -237,6 +238,7 @@ class TiledProducts:
         # callers, who may capture on them or let them wait for peers.
         self.device, self.processors, self.kernel = device, processors, kernel
         self._uploads: gpu.Stream | None = uploads
+        self.best = lru_cache(maxsize=64)(self._best)  # the programs of all slots share a list
 
     def serves(self, types: TileTypes, products: int, n: int, k: int) -> str:
         """Reason why products are not supported here; empty if they are."""
@@ -251,7 +253,7 @@ class TiledProducts:
             return f"tiled products need multiples of 8 columns, got n = {n} and k = {k}"
         return ""
 
-    def best(self, work: Work, types: TileTypes, b_rows: bool, spare: int = 0) -> TileList:
+    def _best(self, work: Work, types: TileTypes, b_rows: bool, spare: int = 0) -> TileList:
         """Fastest predicted list that leaves ``spare`` processors to other kernels."""
         return best(work, self.kernel.rates(types), self.processors - spare, b_rows)
 
