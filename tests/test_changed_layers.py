@@ -212,7 +212,6 @@ def test_weights_with_kernels_of_their_own_are_multiplied_by_them(at: Rank) -> N
             (out,) = gather_once(own, column)
             same(out, part(middle, at, 2), "column")
             y = row(out)
-            assert not out._is_view() and not y._is_view()
             same(y, part(want, at, 1), "row")
             grad = integers(*want.shape, seed=5, most=1)
             y.backward(part(grad, at, 1))
@@ -341,7 +340,6 @@ def _changed_in_place(at: Rank) -> None:
         for name, call in calls.items():
             operand = x.clone().requires_grad_()
             y = call(operand)
-            assert not y._is_view(), f"{name} of {shape}"
             want = y.detach() + 1
             y += 1
             same(y.detach(), want, name)

@@ -32,6 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import parametrizations, prune
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -1033,12 +1034,43 @@ def _styles_of_example(at: Rank) -> None:
     same_states(state_dict.get_model_state_dict(own, options=full), shared[0], "saved")
 
 
+class _Names(TorchDispatchMode):
+    """Records the names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _gradients_are_not_copied(at: Rank) -> None:
+    """Activations [b, s, h] that lie as [s, b, h] in memory: gradients stay as they lie. The
+    gradients and the weights of layers that share an input are joined once."""
+    column, other = (ColumnParallelLinear(HIDDEN, WIDE, bias=False, sequence_dim=1) for _ in "ab")
+    row = RowParallelLinear(WIDE, HIDDEN, bias=False, sequence_dim=1)
+    x = part(integers(8, 2, HIDDEN, seed=1), at, 0).movedim(0, 1).requires_grad_()
+    left, right = gather_once(x, column, other)
+    y = row(left * right)
+    grad = integers(*y.movedim(0, 1).shape, seed=2).movedim(0, 1)
+    with _Names() as names:
+        y.backward(grad)
+    copies = [name for name in names.seen if name in ("cat", "clone", "_to_copy")]
+    assert copies == ["cat", "cat"], names.seen
+    assert x.grad is not None and x.grad.stride() == x.stride()
+
+
 WITH_FSDP2 = partial(pytest.param, marks=HAS_FSDP2)
 RECORDS = since("2.8", "does not tell that a checkpoint is being recorded: CheckpointError")
 OF_LAYERS = _kinds, _initialisation, _state_dicts, _more_than_weights, _unequal, _encoder
 OF_ALL = _replicated_norm, _recomputed, _meta, _skipped, WITH_FSDP2(_parts_or_wholes)
 OF_STYLES = _vectors, _parts, _shared, _collective_in_flight, _changed, _compiled, _subclasses
-OTHERS = pytest.param(_recomputed_within, marks=RECORDS), _more_than_linear
+OTHERS = (
+    pytest.param(_recomputed_within, marks=RECORDS),
+    *(_more_than_linear, _gradients_are_not_copied),
+)
 
 
 @pytest.mark.parametrize("check", [*OF_LAYERS, *OF_ALL, *OF_STYLES, *OTHERS])

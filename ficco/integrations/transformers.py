@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ficco.errors import warn_once
 from ficco.integrations import client
 from ficco.nn import ColumnParallelLinear, ColwiseParallel, RowParallelLinear, RowwiseParallel
-from ficco.nn.plain import local_of, part_of, placed
+from ficco.nn.plain import local_of, part_of, parts_of, placed
 from ficco.nn.styles import share_inputs
 from ficco.ops.entry import watched
 from ficco.runtime.counters import stays
@@ -168,16 +168,15 @@ class FiccoLayer(stock.TensorParallelLayer):
         return module
 
 
-def _of_plain_tensors(module: nn.Module, gradients: Placement) -> nn.Module:
-    """The module with its local parameters, for one call: DTensors take longer than a norm.
-    ``gradients``: placement of the gradients of the parameters."""
-    plain = object.__new__(type(module))
-    local: dict[str, Any] = {
-        name: part_of(one, [gradients]) if isinstance(one, DTensor) else one
-        for name, one in module._parameters.items()
-    }
-    plain.__dict__ = {**module.__dict__, "_parameters": local}
-    return plain
+def _of_plain_tensors(
+    module: nn.Module, x: torch.Tensor, gradients: Placement
+) -> tuple[nn.Module, torch.Tensor]:
+    """The module with its local parameters, for one call, and the local part of its input: DTensors
+    take longer than a norm. ``gradients``: placement of the gradients of the parameters."""
+    plain, own = object.__new__(type(module)), module._parameters
+    part, *parts = parts_of([x, *own.values()], [None, *([gradients],) * len(own)])
+    plain.__dict__ = {**module.__dict__, "_parameters": dict(zip(own, parts, strict=True))}
+    return plain, part
 
 
 class FiccoNorm(stock.SequenceParallel):
@@ -195,13 +194,13 @@ class FiccoNorm(stock.SequenceParallel):
         def sharing(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(x, DTensor):
                 if method and not watched(x):
-                    return method(_of_plain_tensors(module, Replicate()), x, *args, **kwargs)
+                    return method(*_of_plain_tensors(module, x, Replicate()), *args, **kwargs)
                 x = placed(x, mesh, Replicate())
             if method and x.placements == (Shard(1),) and not watched(local_of(x)):
-                part = part_of(x)
+                plain, part = _of_plain_tensors(module, x, Partial())
                 if self.last and part.requires_grad:
                     part.register_hook(_sequence_first)
-                out = method(_of_plain_tensors(module, Partial()), part, *args, **kwargs)
+                out = method(plain, part, *args, **kwargs)
                 out = placed(out, mesh, Shard(1))
             else:
                 out = forward(x, *args, **kwargs)

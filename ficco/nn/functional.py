@@ -73,8 +73,10 @@ def gathered_linears(
     flat = x.flatten(0, -2)
     call = OperatorCall("all_gather_matmul", group, schedule, cut, recipe=recipe_of(recipe))
     y = _with_weights(flat, call, *weights)
-    y = y.view(sum(lengths), *batch, y.shape[1]).movedim(0, dim)
-    outs = _parts(y, [weight.shape[0] for weight in weights])
+    y = y.view(sum(lengths), *batch, y.shape[1])
+    # The columns are split before the sequence is moved, so that gradients are joined as they lie.
+    parts = _parts(y, [weight.shape[0] for weight in weights])
+    outs = (changeable(part.movedim(0, dim)) for part in parts)
     return tuple(biased(out, bias) for out, bias in zip(outs, biases, strict=True))
 
 
@@ -111,7 +113,7 @@ def scattered_linear(
     flat = x.flatten(0, -2)
     call = OperatorCall("matmul_reduce_scatter", group, schedule, cut, recipe=recipe_of(recipe))
     y = _with_weights(flat, call, weight)
-    y = no_view(y.view(lengths[rank], *batch, y.shape[1]).movedim(0, dim))
+    y = changeable(y.view(lengths[rank], *batch, y.shape[1]).movedim(0, dim))
     return biased(y, None if bias is None else sum_gradient(bias, group))
 
 
@@ -195,9 +197,8 @@ def summed_linear(
 ) -> torch.Tensor:
     """Apply :func:`reduced_linear` to plain tensors that need no gradient."""
     y, _ = operate("matmul_all_reduce", _rows(x), weight.t(), group, schedule, None)
-    sizes = y.shape[1:]
     # As :func:`_with_batch`, in fewer calls of Python.
-    (y,) = torch.unsafe_split_with_sizes(y.view(*x.shape[:-1], *sizes), sizes, -1)
+    y = _ALIAS(y, (*x.shape[:-1], *y.shape[1:]))
     return y if bias is None else biased(y, bias)
 
 
@@ -262,15 +263,26 @@ def equal_part(x: torch.Tensor, dim: int, world: int) -> int:
     return length // world
 
 
+#: An alias that autograd does not consider a view, whose gradient stays as it lies in memory.
+_ALIAS = torch.ops.aten._unsafe_view.default
+
+
 def no_view(y: torch.Tensor) -> torch.Tensor:
-    """Return ``y``, which owns its memory, as a tensor that autograd does not consider a view, like
-    a result of ``nn.Linear``: autograd refuses to change views of a custom function's results."""
-    (out,) = _parts(y, [y.shape[-1]])
+    """Return ``y``, which owns its memory, as a tensor that autograd does not consider a view."""
+    out: torch.Tensor = _ALIAS(y, y.shape)
     return out
 
 
+def changeable(y: torch.Tensor) -> torch.Tensor:
+    """Return a view of a product as a tensor that may be changed in place, like a result of
+    ``nn.Linear``. Of views that were made without gradients autograd refuses that."""
+    return y if torch.is_grad_enabled() else no_view(y)
+
+
 def _parts(y: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Split the last dimension into tensors that autograd does not consider views."""
+    """Split the last dimension into tensors that may be changed in place."""
+    if len(sizes) == 1:
+        return (y,)
     split: Any = torch.unsafe_split_with_sizes
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
         split = torch.split_with_sizes  # torch.func has no rule for the unsafe one
@@ -280,7 +292,7 @@ def _parts(y: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
 
 def _with_batch(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Give a product of the rows of ``x`` the leading dimensions of ``x``."""
-    return no_view(y.view(*x.shape[:-1], y.shape[1]))
+    return changeable(y.view(*x.shape[:-1], y.shape[1]))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

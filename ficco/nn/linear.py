@@ -41,6 +41,7 @@ from ficco.nn.plain import (
     of_dtensors,
     own_kernel,
     part_of,
+    parts_of,
     readable,
     set_before_call,
 )
@@ -252,8 +253,8 @@ class _ParallelLinear(nn.Module):
         Raises:
             ValueError: FSDP has sharded the parameters once more, outside of its module's call.
         """
-        weight, bias = self.weight, self.bias
-        return self._own(weight), None if bias is None else self._own(bias)
+        _, (weight,), (bias,) = local_operands(None, [self])
+        return weight, bias
 
     def _inferring(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Return :meth:`local`, in less time, if a call multiplies plain tensors and does nothing
@@ -271,18 +272,17 @@ class _ParallelLinear(nn.Module):
             if mesh != self.ranks.mesh:
                 return None
             self.ranks = Ranks(self.ranks.group, mesh)  # equal: identity takes less time
-        return part, None if bias is None else self._own(bias)
+        return part, None if bias is None else part_of(self._checked(bias))
 
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        if tensor.device_mesh != self.ranks.mesh:
+    def _checked(self, tensor: Any) -> Any:
+        """Return a parameter, or None, that is this rank's part."""
+        if isinstance(tensor, DTensor) and tensor.device_mesh != self.ranks.mesh:
             raise ValueError(
                 f"weight: required this rank's part over {self.ranks.mesh or 'the group'}, got a "
                 f"part of it over {tensor.device_mesh}, as fully_shard leaves it between calls; "
                 "call the layer within the forward of the module that fully_shard wraps"
             )
-        return part_of(tensor)
+        return tensor
 
     def product(self, x: DTensor) -> Any:
         """Multiply without the bias, by the weight's own kernel, in the layout of the weight's
@@ -324,7 +324,7 @@ class _ParallelLinear(nn.Module):
         y = no_view(out.to_local())
         if bias is None:
             return y
-        part = self._own(bias)
+        part = part_of(self._checked(bias))
         return y + (part if gathers else sum_gradient(part, self.group)).to(y.dtype)
 
     def _cut(self, name: str) -> int | None:
@@ -569,10 +569,22 @@ def gathered(
     sequence_dim: int,
     rows: Sequence[int] | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the layers' outputs for a plain tensor that fits all of them."""
-    weights, biases = zip(*(layer.local() for layer in layers), strict=True)
+    """Return the layers' outputs for a plain tensor, or a DTensor's part, that fits all of them."""
+    x, weights, biases = local_operands(x, layers)
     settings = layers[0]._settings
     return gathered_linears(x, weights, biases, **settings, sequence_dim=sequence_dim, rows=rows)
+
+
+def local_operands(x: Any, layers: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
+    """Return the parts of an input, and of the layers' weights and biases, on this rank; gradients
+    flow to all of them in one step of autograd.
+
+    Raises:
+        ValueError: FSDP has sharded the parameters once more, outside of its module's call.
+    """
+    parameters = [(layer, one) for layer in layers for one in (layer.weight, layer.bias)]
+    part, *own = parts_of([x, *(layer._checked(one) for layer, one in parameters)])
+    return part, own[::2], own[1::2]
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -116,14 +116,30 @@ class _Layout(NamedTuple):
     shape: torch.Size | None = None
 
 
-def part_of(x: DTensor, gradients: Sequence[Placement] | None = None) -> torch.Tensor:
-    """Return ``x.to_local(grad_placements=gradients)``, whose backward takes less host time."""
-    plain = torch.is_grad_enabled() and not _by_torch(x.placements)
-    if not plain or type(x._local_tensor) is not torch.Tensor:
-        return x.to_local(grad_placements=gradients)
-    layout = _Layout(x.device_mesh, tuple(gradients or x.placements), x.shape)
-    part: torch.Tensor = differentiable(_PART, layout, x)[0]
+def part_of(x: torch.Tensor, gradients: Sequence[Placement] | None = None) -> torch.Tensor:
+    """Return ``x.to_local(grad_placements=gradients)`` of a DTensor, whose backward takes less host
+    time; any other tensor unchanged."""
+    part: torch.Tensor = parts_of([x], [gradients])[0]
     return part
+
+
+def parts_of(
+    tensors: Sequence[Any], gradients: Sequence[Sequence[Placement] | None] | None = None
+) -> list[Any]:
+    """Return :func:`part_of` of each DTensor, in one step of autograd, and the rest unchanged."""
+    pairs = [*zip(tensors, gradients or (None,) * len(tensors), strict=True)]
+    dtensors = [(x, own) for x, own in pairs if isinstance(x, DTensor)]
+    fast = torch.is_grad_enabled() and not any(
+        type(x._local_tensor) is not torch.Tensor or _by_torch(x.placements) for x, _ in dtensors
+    )
+    if fast and dtensors:
+        layouts = [
+            _Layout(x.device_mesh, tuple(own or x.placements), x.shape) for x, own in dtensors
+        ]
+        parts = iter(differentiable(_PARTS, layouts, *[x for x, _ in dtensors]))
+    else:
+        parts = iter([x.to_local(grad_placements=own) for x, own in dtensors])
+    return [next(parts) if isinstance(x, DTensor) else x for x in tensors]
 
 
 def placed(part: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
@@ -131,7 +147,7 @@ def placed(part: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTen
     cut = part.requires_grad and not torch.is_grad_enabled()  # from its graph, by PyTorch
     if cut or type(part) is not torch.Tensor or _by_torch(placements):
         return DTensor.from_local(part, mesh, placements, run_check=False)
-    x: DTensor = differentiable(_PLACED, _Layout(mesh, placements), part)[0]
+    x: DTensor = differentiable(_PLACED, [_Layout(mesh, placements)], part)[0]
     return x
 
 
@@ -151,29 +167,32 @@ def _spec(layout: _Layout, shape: torch.Size, stride: Any, dtype: torch.dtype) -
     return spec
 
 
-def _put(layout: _Layout, parts: Sequence[torch.Tensor | None], *_: Any) -> Any:
-    (part,) = parts
-    if part is None:
-        return (None,), ()
+def _put(layouts: Sequence[_Layout], parts: Sequence[torch.Tensor | None], *_: Any) -> Any:
+    return tuple(
+        None if part is None else _dtensor(layout, part)
+        for layout, part in zip(layouts, parts, strict=True)
+    )
+
+
+def _dtensor(layout: _Layout, part: torch.Tensor) -> Any:
     # A copy, since operators of DTensors may change it.
     spec = copy.copy(_spec(layout, part.shape, part.stride(), part.dtype))
     if spec.mesh is not layout.mesh:  # an equal one, whose group may be another
         spec.mesh = layout.mesh
     create: Any = DTensor
-    return (create(part.view_as(part), spec, requires_grad=part.requires_grad),), ()
+    return create(part.view_as(part), spec, requires_grad=part.requires_grad)
 
 
-def _take(layout: _Layout, tensors: Sequence[Any], *_: Any) -> Any:
-    part = None if tensors[0] is None else local_of(tensors[0])
-    return (part if part is None else part.view_as(part),), ()
+def _take(tensors: Sequence[Any]) -> Any:
+    return tuple(None if one is None else local_of(one).view_as(local_of(one)) for one in tensors)
 
 
-def _take_gradient(layout: _Layout, grads: Sequence[Any], *_: Any) -> Any:
-    (grad,) = grads
+def _take_gradient(layouts: Sequence[_Layout], grads: Sequence[Any], *_: Any) -> Any:
+    (grad,), (layout,) = grads, layouts
     if grad is not None and grad.placements != layout.placements:
         grad = grad.redistribute(placements=layout.placements)
-    return _take(layout, (grad,))[0]
+    return _take((grad,))
 
 
-_PART = Differentiable(_take, lambda *arguments: _put(*arguments)[0], zeros=False)
-_PLACED = Differentiable(_put, _take_gradient, zeros=False)
+_PARTS = Differentiable(lambda layouts, tensors, needs: (_take(tensors), ()), _put, zeros=False)
+_PLACED = Differentiable(lambda *call: (_put(*call), ()), _take_gradient, zeros=False)

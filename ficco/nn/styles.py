@@ -33,11 +33,12 @@ from ficco.nn.linear import (
     SharedInput,
     check_schedule,
     gathered,
+    local_operands,
     ranks_of,
     share,
     shared_output,
 )
-from ficco.nn.plain import not_linear, own_kernel, part_of, placed, set_before_call
+from ficco.nn.plain import local_of, not_linear, own_kernel, part_of, placed, set_before_call
 from ficco.ops.entry import tells_refusals
 from ficco.ops.recipes import Float8Recipe, recipe_of
 from ficco.ops.record import Differentiable, differentiable
@@ -289,12 +290,13 @@ def _multiplied(
     x: torch.Tensor, dim: int | None, layers: Sequence[_ColwiseLinear]
 ) -> tuple[torch.Tensor, ...]:
     """Return the layers' local outputs for a sequence sharded at ``dim``, or a replicated input."""
+    operand = _local(x) if isinstance(local_of(x), AsyncCollectiveTensor) else x
     if dim is None:
-        weights, biases = zip(*(layer.local() for layer in layers), strict=True)
+        operand, weights, biases = local_operands(operand, layers)
         kwargs: dict[str, Any] = {"group": layers[0].group, "recipe": layers[0].recipe}
-        return copied_linears(_local(x), weights, biases, **kwargs)
+        return copied_linears(operand, weights, biases, **kwargs)
     rows = _uneven(x.shape[dim], x.device_mesh) if isinstance(x, DTensor) else None
-    return gathered(_local(x), layers, dim, rows)
+    return gathered(operand, layers, dim, rows)
 
 
 def _by_own_kernel(layer: _StyledLinear, x: torch.Tensor, wanted: Placement) -> torch.Tensor:
@@ -401,7 +403,7 @@ def _uneven(length: int, mesh: DeviceMesh) -> list[int] | None:
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
-    local = part_of(x) if isinstance(x, DTensor) else x
+    local = part_of(x)
     if isinstance(local, AsyncCollectiveTensor):
         local = differentiable(_ARRIVED, None, local)[0]
     return local
