@@ -1,11 +1,12 @@
 """Times of the first calls of each kind in a new process, and a profile of the very first call.
 
-    torchrun --nproc-per-node 2 -m benchmarks.first_calls [--prepare] [--profile]
+    torchrun --nproc-per-node 2 -m benchmarks.first_calls [--prepare] [--profile] [--libraries]
 
 Prints milliseconds of six calls of each kind; the ranks synchronise between calls. A second run has
-warm caches on disk. ``--prepare`` calls ``ficco.prepare`` for all kinds before the first call, and
-prints its time. ``--profile`` prints the functions of the very first call by cumulative time; the
-profiler slows that call down.
+warm caches on disk. ``--libraries`` runs the same products with PyTorch's collectives and
+``torch.mm``, which load their kernels at the first call, too. ``--prepare`` calls
+``ficco.prepare`` for all kinds before the first call, and prints its time. ``--profile`` prints the
+functions of the very first call by cumulative time; the profiler slows that call down.
 """
 
 from __future__ import annotations
@@ -54,6 +55,40 @@ def kinds(device: torch.device, world: int) -> dict[str, Callable[[], object]]:
     }
 
 
+def by_libraries(device: torch.device, world: int) -> dict[str, Callable[[], object]]:
+    """The products of :func:`kinds` after or before a collective, by name."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    def gathered(m: int, n: int, k: int) -> Callable[[], object]:
+        a, b, out = random(m // world, k), random(n, k).t(), random(m, k)
+
+        def call() -> torch.Tensor:
+            dist.all_gather_into_tensor(out, a)
+            return out @ b
+
+        return call
+
+    def summed(m: int, n: int, k: int, scattered: bool) -> Callable[[], object]:
+        a, b, out = random(m, k // world), random(n, k // world).t(), random(m // world, n)
+
+        def call() -> None:
+            if scattered:
+                dist.reduce_scatter_tensor(out, a @ b)
+            else:
+                dist.all_reduce(a @ b)
+
+        return call
+
+    return {
+        "all-gather 2048 x 896 x 5120": gathered(2048, 896, 5120),
+        "all-gather 8192 x 3584 x 4096": gathered(8192, 3584, 4096),
+        "all-reduce of one row": summed(1, 4096, 14336, False),
+        "reduce-scatter 8192 x 4096 x 4096": summed(8192, 4096, 4096, True),
+    }
+
+
 def synchronised(call: Callable[[], object]) -> float:
     """Milliseconds of a call from idle devices on all ranks to the end of its work."""
     torch.cuda.synchronize()
@@ -72,7 +107,8 @@ def main(arguments: list[str]) -> None:
     dist.all_reduce(torch.ones(1, device=device))
     torch.cuda.synchronize()
     ready, rank = time.perf_counter(), dist.get_rank()
-    calls = kinds(device, dist.get_world_size())
+    of = by_libraries if "--libraries" in arguments else kinds
+    calls = of(device, dist.get_world_size())
     lines = [
         f"import torch {TORCH - BEGIN:.2f} s, import ficco {FICCO - TORCH:.2f} s, NCCL "
         f"{ready - FICCO:.2f} s"

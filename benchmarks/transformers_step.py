@@ -4,7 +4,8 @@
 
 The script writes the bfloat16 weights of a random Llama of four layers (4096, 14336, 32 heads, 8 of
 keys) to FOLDER. It compares losses, gradient norms and tokens of all variants before it times them.
-Variants take turns in shuffled rounds; a figure is the median of the slower rank.
+Variants take turns in shuffled rounds; a figure is the median of the slower rank. A step is timed
+from an idle GPU until its loss is read, and as a part of steps in a row that read no loss.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 3200
 #: Sequences and positions of a step, positions of a prompt, and tokens that a request decodes.
 BATCH, LENGTH, PROMPT, TOKENS = 2, 4096, 512, 32
 ROUNDS, REQUESTS = 12, 6
+#: Steps in a row.
+ROW = 4
 #: Rounds before the timed ones. A turn is a call that is not timed, after which memory lies as in a
 #: program of this variant alone, and a timed one.
 WARM = 3
@@ -96,11 +99,21 @@ def models(folder: str) -> dict[str, Any]:
     }
 
 
-def step(model: Any, ids: torch.Tensor) -> float:
+def enqueue(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """The loss of a step; its gradients stay in the parameters."""
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
-    return float(loss.item())
+    return loss
+
+
+def step(model: Any, ids: torch.Tensor) -> float:
+    return float(enqueue(model, ids).item())
+
+
+def row(model: Any, ids: torch.Tensor) -> None:
+    for _ in range(ROW):
+        model.zero_grad()
+        enqueue(model, ids)
 
 
 def gradient_norm(model: Any) -> float:
@@ -144,13 +157,16 @@ def main(folder: str, out: str) -> None:
     torch.manual_seed(1)
     ids = torch.randint(1, HEADS["vocab_size"], (BATCH, LENGTH), device=device)
     Run = Callable[[Any, torch.Tensor], Any]
-    cases: dict[str, tuple[int, Run, Run]] = {
-        f"training step, {BATCH} x {LENGTH} positions": (ROUNDS, trained, step),
-        f"generate {TOKENS} tokens": (REQUESTS, generated, generated),
+    name = f"training step, {BATCH} x {LENGTH} positions"
+    # The last number is of calls that a time is shared by.
+    cases: dict[str, tuple[int, Run, Run, int]] = {
+        name: (ROUNDS, trained, step, 1),
+        f"{name}, {ROW} in a row": (ROUNDS, trained, row, ROW),
+        f"generate {TOKENS} tokens": (REQUESTS, generated, generated, 1),
     }
     exact: dict[str, dict[str, Any]] = {name: {} for name in variants}
     order, rows = random.Random(0), []
-    for case, (rounds, check, run) in cases.items():
+    for case, (rounds, check, run, calls) in cases.items():
         for name, model in variants.items():
             exact[name] |= check(model, ids)
         compare(exact)
@@ -160,7 +176,7 @@ def main(folder: str, out: str) -> None:
             order.shuffle(names)
             for name in names:
                 for _ in range(2):
-                    ms = milliseconds(partial(run, variants[name], ids))
+                    ms = milliseconds(partial(run, variants[name], ids)) / calls
                     variants[name].zero_grad()
                 times[name].append(ms)
         for name, samples in times.items():
