@@ -315,13 +315,15 @@ def _sharded_by_fsdp(at: Rank) -> None:
 
 
 def _changed_in_place(at: Rank) -> None:
-    """Outputs are no views, so that they may be changed in place, also under ``fully_shard``."""
+    """Outputs may be changed in place, also under ``fully_shard``: their hooks still run."""
     data = init_device_mesh(at.device.type, (1, at.world), mesh_dim_names=("dp", "tp"))
     weight = integers(WIDE, HIDDEN, seed=2).requires_grad_()
     for shape in ((3, SEQUENCE, HIDDEN), (SEQUENCE, HIDDEN)):
         dim, x = len(shape) - 2, integers(*shape, seed=1)
         functions = parallel.copied_linear, parallel.reduced_linear
         calls: dict[str, Any] = {fn.__name__: partial(fn, weight=weight) for fn in functions}
+        float8 = partial(parallel.copied_linear, weight=torch.ones(16, 16), recipe="row")
+        calls["float8"] = lambda x, call=float8: call(nn.functional.pad(x, (0, 4)))
         for group in (None, data["tp"]):
             where: dict[str, Any] = {"bias": False, "group": group, "sequence_dim": dim}
             column, other = (ColumnParallelLinear(HIDDEN, WIDE, **where) for _ in range(2))
@@ -340,11 +342,12 @@ def _changed_in_place(at: Rank) -> None:
         for name, call in calls.items():
             operand = x.clone().requires_grad_()
             y = call(operand)
-            want = y.detach() + 1
+            want, gradients = y.detach() + 1, list[torch.Tensor]()
+            y.register_hook(gradients.append)
             y += 1
             same(y.detach(), want, name)
             y.sum().backward()
-            assert operand.grad is not None
+            assert operand.grad is not None and len(gradients) == 1, name
 
 
 @HAS_FSDP2

@@ -76,7 +76,7 @@ def gathered_linears(
     y = y.view(sum(lengths), *batch, y.shape[1])
     # The columns are split before the sequence is moved, so that gradients are joined as they lie.
     parts = _parts(y, [weight.shape[0] for weight in weights])
-    outs = (changeable(part.movedim(0, dim)) for part in parts)
+    outs = (no_view(part.movedim(0, dim)) for part in parts)
     return tuple(biased(out, bias) for out, bias in zip(outs, biases, strict=True))
 
 
@@ -113,7 +113,7 @@ def scattered_linear(
     flat = x.flatten(0, -2)
     call = OperatorCall("matmul_reduce_scatter", group, schedule, cut, recipe=recipe_of(recipe))
     y = _with_weights(flat, call, weight)
-    y = changeable(y.view(lengths[rank], *batch, y.shape[1]).movedim(0, dim))
+    y = no_view(y.view(lengths[rank], *batch, y.shape[1]).movedim(0, dim))
     return biased(y, None if bias is None else sum_gradient(bias, group))
 
 
@@ -268,19 +268,14 @@ _ALIAS = torch.ops.aten._unsafe_view.default
 
 
 def no_view(y: torch.Tensor) -> torch.Tensor:
-    """Return ``y``, which owns its memory, as a tensor that autograd does not consider a view."""
+    """Return ``y`` as a tensor that autograd does not consider a view, and that may be changed in
+    place. Such a change of a view drops its hooks, such as FSDP2's, or is refused."""
     out: torch.Tensor = _ALIAS(y, y.shape)
     return out
 
 
-def changeable(y: torch.Tensor) -> torch.Tensor:
-    """Return a view of a product as a tensor that may be changed in place, like a result of
-    ``nn.Linear``. Of views that were made without gradients autograd refuses that."""
-    return y if torch.is_grad_enabled() else no_view(y)
-
-
 def _parts(y: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Split the last dimension into tensors that may be changed in place."""
+    """Split the last dimension. A change of one part in place is none of the others."""
     if len(sizes) == 1:
         return (y,)
     split: Any = torch.unsafe_split_with_sizes
@@ -292,7 +287,7 @@ def _parts(y: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
 
 def _with_batch(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Give a product of the rows of ``x`` the leading dimensions of ``x``."""
-    return changeable(y.view(*x.shape[:-1], y.shape[1]))
+    return no_view(y.view(*x.shape[:-1], y.shape[1]))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
