@@ -8,7 +8,6 @@ read the weight of a layer asks here first, and calls the layer if one of them a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -175,8 +174,9 @@ def _put(layouts: Sequence[_Layout], parts: Sequence[torch.Tensor | None], *_: A
 
 
 def _dtensor(layout: _Layout, part: torch.Tensor) -> Any:
-    # A copy, since operators of DTensors may change it.
-    spec = copy.copy(_spec(layout, part.shape, part.stride(), part.dtype))
+    shared = _spec(layout, part.shape, part.stride(), part.dtype)
+    spec = object.__new__(type(shared))  # a copy, since operators of DTensors may change it
+    vars(spec).update(vars(shared))
     if spec.mesh is not layout.mesh:  # an equal one, whose group may be another
         spec.mesh = layout.mesh
     create: Any = DTensor
@@ -184,7 +184,8 @@ def _dtensor(layout: _Layout, part: torch.Tensor) -> Any:
 
 
 def _take(tensors: Sequence[Any]) -> Any:
-    return tuple(None if one is None else local_of(one).view_as(local_of(one)) for one in tensors)
+    parts = [None if one is None else local_of(one) for one in tensors]
+    return tuple([None if part is None else part.view_as(part) for part in parts])
 
 
 def _take_gradient(layouts: Sequence[_Layout], grads: Sequence[Any], *_: Any) -> Any:

@@ -57,8 +57,10 @@ class Differentiable(NamedTuple):
 
 def differentiable(record: Differentiable, request: Any, *operands: torch.Tensor) -> Any:
     """Return the results of a call, with gradients if an operand needs one."""
-    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
-        return Function.apply(record, request, *operands)
+    if torch.is_grad_enabled():
+        for operand in operands:
+            if operand.requires_grad:
+                return Function.apply(record, request, *operands)
     return record.forward(request, operands, (False,) * len(operands))[0]
 
 
@@ -75,7 +77,8 @@ class Function(torch.autograd.Function):
         if not record.zeros:
             ctx.set_materialize_grads(False)
         results, saved = record.forward(request, operands, ctx.needs_input_grad[2:])
-        ctx.save_for_backward(*saved)
+        if saved:
+            ctx.save_for_backward(*saved)
         return results
 
     @staticmethod
