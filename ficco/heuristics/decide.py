@@ -47,6 +47,7 @@ from ficco.plan.render import BYTES, SECONDS, bytes_text, column, seconds_text
 from ficco.problems.products import Problem, digest
 from ficco.problems.specification import AnyProblem
 from ficco.schedules import Schedule, own_candidates
+from ficco.version import version
 
 #: Advice for a machine without figures.
 REMEDY = "`ficco tune` measures this machine"
@@ -324,7 +325,7 @@ def _subfolder(machine: Machine) -> str:
     package = Path(__file__).resolve().parent.parent
     files = (file for name in _MODEL for file in sorted((package / name).glob("*.py")))
     code = "".join(file.read_text("utf-8") for file in files)
-    return f"{digest(code + repr(machine)):010x}"
+    return f"{digest(version() + code + repr(machine)):010x}"
 
 
 @lru_cache(maxsize=4096)

@@ -17,16 +17,19 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ficco.errors import warn_once
 from ficco.integrations import client
 from ficco.nn import ColumnParallelLinear, ColwiseParallel, RowParallelLinear, RowwiseParallel
-from ficco.nn.plain import local_of, part_of, parts_of, placed
-from ficco.nn.styles import share_inputs
+from ficco.nn.plain import local_of, parts_of, placed
+from ficco.nn.styles import arrived, share_inputs
 from ficco.ops.entry import watched
+from ficco.ops.record import Differentiable, differentiable
 from ficco.runtime.counters import stays
 
 with client("transformers", "5.23"):
@@ -145,10 +148,30 @@ def _check_adapters(module: nn.Module) -> None:
             )
 
 
-def _sequence_first(x: torch.Tensor) -> torch.Tensor:
-    """Lay out [b, s, h] in memory as the layers' results lie, [s, b, h]. Otherwise each layer would
-    copy its rows, and each sum of a residual and a result would read one of them in strides."""
-    return x.movedim(1, 0).contiguous().movedim(0, 1)
+def _own_part(group: ProcessGroup, x: Any) -> torch.Tensor:
+    """This rank's part of [b, s, h]. It lies in memory as the layers' results lie, [s, b, h]:
+    otherwise each layer would copy its rows, and sums with results would read it in strides."""
+    part: torch.Tensor = x.chunk(group.size(), 1)[group.rank()]
+    return part.movedim(1, 0).contiguous().movedim(0, 1)
+
+
+def _all_parts(group: ProcessGroup, part: Any) -> torch.Tensor:
+    """[b, s, h] from the parts of all ranks; in memory [s, b, h], so that no row is copied."""
+    rows: torch.Tensor = part.movedim(1, 0).contiguous()
+    out = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
+    dist.all_gather_into_tensor(out, rows, group=group)
+    return out.movedim(0, 1)
+
+
+def _between(forward: Any, backward: Any) -> Differentiable:
+    return Differentiable(
+        lambda group, operands, needs: ((forward(group, *operands),), ()),
+        lambda group, grads, saved, needs: (backward(group, *grads),),
+    )
+
+
+#: All ranks have the same gradient of what every rank has.
+_CUT, _GATHERED = _between(_own_part, _all_parts), _between(_all_parts, _own_part)
 
 
 class FiccoLayer(stock.TensorParallelLayer):
@@ -156,12 +179,15 @@ class FiccoLayer(stock.TensorParallelLayer):
     can share the sequence equally. If not, as where one token is decoded, every rank has them."""
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        forward, world = module.forward, mesh.size()
+        forward, group = module.forward, mesh.get_group()
 
         def sharing(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(x, DTensor) and x.shape[1] % world == 0:
-                x = placed(x, mesh, Replicate()).redistribute(placements=[Shard(1)])
-                x = placed(_sequence_first(part_of(x)), mesh, Shard(1))
+            if not isinstance(x, DTensor) and x.shape[1] % group.size() == 0:
+                x = arrived(x)
+                if watched(x):
+                    x = placed(x, mesh, Replicate()).redistribute(placements=[Shard(1)])
+                else:
+                    x = placed(differentiable(_CUT, group, x)[0], mesh, Shard(1))
             return forward(x, *args, **kwargs)
 
         module.forward = sharing
@@ -187,7 +213,7 @@ class FiccoNorm(stock.SequenceParallel):
         self.last = last
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        forward = module.forward
+        forward, group = module.forward, mesh.get_group()
         method: Any = getattr(forward, "__func__", None)  # None: another tool replaced it
         super().install_forward(module, mesh)  # makes DTensors of the parameters
 
@@ -197,10 +223,9 @@ class FiccoNorm(stock.SequenceParallel):
                     return method(*_of_plain_tensors(module, x, Replicate()), *args, **kwargs)
                 x = placed(x, mesh, Replicate())
             if method and x.placements == (Shard(1),) and not watched(local_of(x)):
-                plain, part = _of_plain_tensors(module, x, Partial())
-                if self.last and part.requires_grad:
-                    part.register_hook(_sequence_first)
-                out = method(plain, part, *args, **kwargs)
+                out = method(*_of_plain_tensors(module, x, Partial()), *args, **kwargs)
+                if self.last:
+                    return differentiable(_GATHERED, group, out)[0]
                 out = placed(out, mesh, Shard(1))
             else:
                 out = forward(x, *args, **kwargs)

@@ -403,7 +403,11 @@ def _uneven(length: int, mesh: DeviceMesh) -> list[int] | None:
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
-    local = part_of(x)
+    return arrived(part_of(x))
+
+
+def arrived(local: torch.Tensor) -> torch.Tensor:
+    """Return the result of an asynchronous collective, if a tensor is one; else the tensor."""
     if isinstance(local, AsyncCollectiveTensor):
         local = differentiable(_ARRIVED, None, local)[0]
     return local

@@ -26,9 +26,9 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3522, 1852),
     "dma": (7502, 4225),
-    "heuristics": (1635, 745),
+    "heuristics": (1636, 745),
     "hip_kernels": (1205, 575),
-    "integrations": (1033, 530),
+    "integrations": (1057, 543),
     "machine": (1465, 645),
     "nn": (2376, 1155),
     "ops": (5990, 2820),
