@@ -455,10 +455,11 @@ def test_the_bench_of_ways_is_replayed(at: Rank, tmp_path: Path) -> None:
         assert {row["status"] for row in by_way.values()} == {"ok"}
         copies, ideal, serial = (by_way[name] for name in ("copies", "ideal", "serial"))
         assert 2.0 * stages < copies["ms"] < 2.0 * stages + 0.1 and serial["speedup"] == 1.0
-        # The same part is last in every round, so this holds for the median of an odd number.
-        assert ideal["ms"] == max(copies["ms"], by_way[part]["ms"])
+        # Medians over rounds, in which either part may be the longer one.
+        assert ideal["ms"] >= max(copies["ms"], by_way[part]["ms"])
+        assert ideal["share"] == 1.0 < ideal["in_turn"] <= 2.0
         # The courier may be early while it learns.
-        assert serial["ms"] > copies["ms"] / 2 and 0 < serial["share"] < serial["in_turn"]
+        assert serial["ms"] > copies["ms"] / 2 and 0 < serial["share"] <= serial["in_turn"]
         assert by_way["auto"]["took"] and not serial["took"]
     about = json.loads((tmp_path / "experts.json").read_text())
     assert about["ranks"] == 2 and "from GPUs like those of h100-2" in about["note"]
