@@ -249,8 +249,8 @@ def decide(
         return decision(default, "fallback", f"{lacks}; {REMEDY}")
     rounded = family.rounded(problem)
     query = _Query(family, rounded, known, mode, offers, predict or family.seconds)
-    # The names of files tell neither own schedules nor another prediction.
-    if folder is None or predict is not None or own_candidates():
+    # The names of stored files tell neither own schedules nor another prediction.
+    if folder is None or predict is not None or own_candidates() or not _IMPORTED:
         schedule, reason, hidden_s = _chosen(query)
     else:
         schedule, reason, hidden_s = _stored(query, folder)
@@ -318,14 +318,25 @@ def _chosen(query: _Query) -> tuple[Schedule, str, float]:
 #: Packages that the choices of the model depend on.
 _MODEL = "heuristics", "machine", "plan", "problems", "schedules", "simulate"
 
+#: Choices that a machine's folder may hold: each packing of documents is another problem.
+MOST_STORED = 4096
+
+
+def _files() -> list[tuple[str, int, int]]:
+    """Name, size and time of change of each module of the model."""
+    folders = (Path(__file__).resolve().parents[1] / name for name in _MODEL)
+    stats = [(file.name, file.stat()) for one in folders for file in one.glob("*.py")]
+    return sorted((name, status.st_size, status.st_mtime_ns) for name, status in stats)
+
+
+#: Those that were imported: a process may outlive an upgrade of its files.
+_IMPORTED = _files()
+
 
 @lru_cache(maxsize=16)
 def _subfolder(machine: Machine) -> str:
     """Name of the folder with a machine's choices by this code."""
-    package = Path(__file__).resolve().parent.parent
-    files = (file for name in _MODEL for file in sorted((package / name).glob("*.py")))
-    code = "".join(file.read_text("utf-8") for file in files)
-    return f"{digest(version() + code + repr(machine)):010x}"
+    return f"{digest(version() + repr((_IMPORTED, machine))):010x}"
 
 
 @lru_cache(maxsize=4096)
@@ -339,8 +350,9 @@ def _stored(query: _Query, folder: Path) -> tuple[Schedule, str, float]:
         if text == key:
             return Schedule.parse(name), reason, float(hidden_s)
     schedule, reason, seconds = choice = _chosen(query)
-    with suppress(OSError):
-        write(path, "\n".join((key, str(schedule), repr(seconds), reason)), durable=False)
+    if len([*path.parent.glob("*")]) < MOST_STORED:
+        with suppress(OSError):
+            write(path, "\n".join((key, str(schedule), repr(seconds), reason)), durable=False)
     return choice
 
 

@@ -24,7 +24,7 @@ import ficco
 from ficco import errors
 from ficco.heuristics import Decision, decide, families, problem_of_sizes, where
 from ficco.heuristics.candidates import ALL_OFFERS, SERIALS, candidates, is_serial
-from ficco.heuristics.decide import _stored, described
+from ficco.heuristics.decide import _stored, _subfolder, described
 from ficco.integrations.vllm import _fewest_rows
 from ficco.machine import (
     Collective,
@@ -550,6 +550,16 @@ def test_a_later_process_takes_the_stored_choice(tmp_path: Path) -> None:
     path.write_bytes(b"\xff" * 64)
     assert later() == chosen
     assert later(path) == chosen  # a file is no folder: nothing is stored
+    for name, value in (("MOST_STORED", 0), ("_IMPORTED", [])):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules["ficco.heuristics.decide"], name, value)
+            assert later(tmp_path / name) == chosen and not (tmp_path / name).exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["ficco.heuristics.decide"], "_IMPORTED", [("other.py", 1, 1)])
+        _subfolder.cache_clear()
+        path.write_text("\n".join((key, "ring:pieces=3", "0.5", "stored")))
+        assert later().reason != "stored"
+    _subfolder.cache_clear()
 
 
 @on_ranks(2)

@@ -26,7 +26,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     # Lines and statements of each room, a top-level folder or file of the package.
     "compute": (3522, 1852),
     "dma": (7502, 4225),
-    "heuristics": (1636, 745),
+    "heuristics": (1648, 753),
     "hip_kernels": (1205, 575),
     "integrations": (1057, 543),
     "machine": (1465, 645),
@@ -66,7 +66,7 @@ BUDGETS: dict[str, int | tuple[int, int]] = {
     "classes of decisions": 1,
 }
 #: The most lines that the tests may have; 35,000 is the aim.
-LINES_OF_TESTS = 39_830
+LINES_OF_TESTS = 39_841
 #: Rooms that may name every capability.
 INSTRUMENTS = {"tools", "__main__.py"}
 #: Patterns of identifiers that name a capability.
