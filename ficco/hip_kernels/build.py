@@ -21,12 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ficco.errors import BackendError, warn_once
-from ficco.machine.files import home
+from ficco.machine.files import cache_dir
 
 HERE = Path(__file__).resolve().parent
-
-#: The folder of files that ficco can make again, in place of the usual one.
-FOLDER_VARIABLE = "FICCO_CACHE_DIR"
 
 #: The header of a file in the cache; the SHA-256 of the rest follows.
 MAGIC = b"ficco kernels 1\n"
@@ -70,11 +67,6 @@ def source() -> str:
     kernels = (HERE / "kernels.cpp").read_text()
     assert include in kernels
     return kernels.replace(include, (HERE / "device.h").read_text().replace("#pragma once\n", ""))
-
-
-def cache_dir() -> Path:
-    default = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "ficco"
-    return Path(os.environ.get(FOLDER_VARIABLE) or default)
 
 
 def compiled(target: Target, folder: Path | None = None, text: str | None = None) -> bytes:

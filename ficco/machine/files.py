@@ -478,6 +478,12 @@ def user_dir() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "ficco"
 
 
+def cache_dir() -> Path:
+    """The folder of files that ficco can make again; it may not exist."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "ficco"
+    return Path(os.environ.get("FICCO_CACHE_DIR") or default)
+
+
 def configs() -> Path:
     """The folder of the shipped machine files: in the package of a wheel, and next to the package
     in a checkout."""

@@ -37,8 +37,8 @@ from ficco.errors import (
     reason_of,
 )
 from ficco.heuristics import Decision, decide
-from ficco.hip_kernels.build import cache_dir
 from ficco.machine import Machine, digest, find, nearest
+from ficco.machine.files import cache_dir
 from ficco.options import Options, carried, current
 from ficco.plan import Plan
 from ficco.problems.specification import AnyProblem

@@ -31,7 +31,8 @@ from ficco.dma.engine import fingerprint
 from ficco.dma.patience import limit_of
 from ficco.errors import BackendError, FiccoError
 from ficco.heuristics import decide, where
-from ficco.hip_kernels.build import cache_dir, can_compile
+from ficco.hip_kernels.build import can_compile
+from ficco.machine.files import cache_dir
 from ficco.options import current
 from ficco.problems.products import Problem
 from ficco.runtime.workspace import workspace_of
