@@ -270,6 +270,7 @@ def test_repeated_calls_are_profiled_and_may_run_in_gradient_mode(at: Rank) -> N
 @on_ranks(2)
 def test_a_repeated_call_has_its_own_options_and_memory(at: Rank) -> None:
     """A shard in symmetric memory is read in place after calls that copied shards of its shape."""
+    ficco.close()  # workspaces of other tests
     a, b = torch.ones(8, 4), torch.ones(4, 6)
     for limit in (None, 77.0, 77.0, 55.0, None):
         for _ in range(2):
