@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 
 import ficco
-from ficco.tools.bench.frames import Schema, append, describe
+from ficco.tools.bench.frames import Schema, append, commit, describe
 
 LAYERS = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000}
 #: Sequences and positions of a step, positions of a prompt, and tokens that a request decodes.
 BATCH, LENGTH, PROMPT, TOKENS = 2, 4096, 512, 32
 ROUNDS, REQUESTS = 12, 6
-#: Steps in a row.
+#: Steps that the host enqueues before it waits for their end.
 ROW = 4
 #: Rounds before the timed ones. A turn is a call that is not timed, after which memory lies as in a
 #: program of this variant alone, and a timed one.
@@ -43,7 +43,7 @@ TOLERANCE = 2e-3
 
 ROWS = Schema(
     {
-        **dict.fromkeys(("case", "way"), str),
+        **dict.fromkeys(("commit", "case", "way"), str),
         **dict.fromkeys(("ms", "ms_low", "ms_high"), float),
         "rounds": int,
     }
@@ -107,6 +107,7 @@ def enqueue(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def step(model: Any, ids: torch.Tensor) -> float:
+    """As :func:`enqueue`; waits for the end of the step."""
     return float(enqueue(model, ids).item())
 
 
@@ -157,11 +158,11 @@ def main(folder: str, out: str) -> None:
     torch.manual_seed(1)
     ids = torch.randint(1, HEADS["vocab_size"], (BATCH, LENGTH), device=device)
     Run = Callable[[Any, torch.Tensor], Any]
-    name = f"training step, {BATCH} x {LENGTH} positions"
-    # The last number is of calls that a time is shared by.
+    training = f"training step, {BATCH} x {LENGTH} positions"
+    # Rounds, the comparison, the timed function, and the number of steps or requests in it.
     cases: dict[str, tuple[int, Run, Run, int]] = {
-        name: (ROUNDS, trained, step, 1),
-        f"{name}, {ROW} in a row": (ROUNDS, trained, row, ROW),
+        training: (ROUNDS, trained, step, 1),
+        f"{training}, {ROW} in a row": (ROUNDS, trained, row, ROW),
         f"generate {TOKENS} tokens": (REQUESTS, generated, generated, 1),
     }
     exact: dict[str, dict[str, Any]] = {name: {} for name in variants}
@@ -182,7 +183,7 @@ def main(folder: str, out: str) -> None:
         for name, samples in times.items():
             ms = sorted(samples[WARM:])
             quartiles = ms[rounds // 2], ms[rounds // 4], ms[3 * rounds // 4]
-            values = (case, name, *quartiles, rounds)
+            values = (commit(), case, name, *quartiles, rounds)
             rows.append(dict(zip(ROWS.columns, values, strict=True)))
     if dist.get_rank() == 0:
         path, command = Path(out), "torchrun --nproc-per-node 2 -m benchmarks.transformers_step"

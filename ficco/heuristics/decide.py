@@ -249,7 +249,7 @@ def decide(
         return decision(default, "fallback", f"{lacks}; {REMEDY}")
     rounded = family.rounded(problem)
     query = _Query(family, rounded, known, mode, offers, predict or family.seconds)
-    # The names of stored files tell neither own schedules nor another prediction.
+    # The name of a stored file covers neither own schedules nor another prediction.
     if folder is None or predict is not None or own_candidates() or not _IMPORTED:
         schedule, reason, hidden_s = _chosen(query)
     else:
@@ -318,7 +318,7 @@ def _chosen(query: _Query) -> tuple[Schedule, str, float]:
 #: Packages that the choices of the model depend on.
 _MODEL = "heuristics", "machine", "plan", "problems", "schedules", "simulate"
 
-#: Choices that a machine's folder may hold: each packing of documents is another problem.
+#: Most files in a machine's folder: each packing of documents is another problem.
 MOST_STORED = 4096
 
 
@@ -329,7 +329,7 @@ def _files() -> list[tuple[str, int, int]]:
     return sorted((name, status.st_size, status.st_mtime_ns) for name, status in stats)
 
 
-#: Those that were imported: a process may outlive an upgrade of its files.
+#: The files at import. A later upgrade may replace them while this process runs the old code.
 _IMPORTED = _files()
 
 
@@ -341,7 +341,7 @@ def _subfolder(machine: Machine) -> str:
 
 @lru_cache(maxsize=4096)
 def _stored(query: _Query, folder: Path) -> tuple[Schedule, str, float]:
-    """The model's choice, from the file of an earlier process if there is one; else the choice is
+    """The model's choice. It is read from the file of an earlier process, or else computed and
     written."""
     key = repr((query.problem, query.mode, query.offers))
     path = folder / _subfolder(query.machine) / f"{digest(key):010x}"

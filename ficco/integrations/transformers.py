@@ -83,11 +83,8 @@ class FiccoRowwise(_FiccoLinear, stock.RowwiseParallel):
     share the sequence (:class:`FiccoModule`)."""
 
 
-#: Style of a row-parallel layer between layers that share the sequence.
+#: Styles of a row-parallel layer: where ranks share the sequence, and where each has all of it.
 _SCATTERED = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-
-
-#: And where every rank has all of it.
 _REDUCED = RowwiseParallel()
 
 
@@ -149,14 +146,14 @@ def _check_adapters(module: nn.Module) -> None:
 
 
 def _own_part(group: ProcessGroup, x: Any) -> torch.Tensor:
-    """This rank's part of [b, s, h]. It lies in memory as the layers' results lie, [s, b, h]:
-    otherwise each layer would copy its rows, and sums with results would read it in strides."""
+    """This rank's part [b, s/W, h] of [b, s, h]. Its memory is [s/W, b, h], as of layers' results:
+    otherwise each layer would copy its rows, and sums with results would be strided."""
     part: torch.Tensor = x.chunk(group.size(), 1)[group.rank()]
     return part.movedim(1, 0).contiguous().movedim(0, 1)
 
 
 def _all_parts(group: ProcessGroup, part: Any) -> torch.Tensor:
-    """[b, s, h] from the parts of all ranks; in memory [s, b, h], so that no row is copied."""
+    """Gather the ranks' parts [b, s/W, h] into [b, s, h]. Its memory is [s, b, h], as gathered."""
     rows: torch.Tensor = part.movedim(1, 0).contiguous()
     out = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
     dist.all_gather_into_tensor(out, rows, group=group)
@@ -164,13 +161,14 @@ def _all_parts(group: ProcessGroup, part: Any) -> torch.Tensor:
 
 
 def _between(forward: Any, backward: Any) -> Differentiable:
+    """A step between whole hidden states and their parts; each function reverses the other."""
     return Differentiable(
         lambda group, operands, needs: ((forward(group, *operands),), ()),
         lambda group, grads, saved, needs: (backward(group, *grads),),
     )
 
 
-#: All ranks have the same gradient of what every rank has.
+#: All ranks have the same gradient of whole hidden states.
 _CUT, _GATHERED = _between(_own_part, _all_parts), _between(_all_parts, _own_part)
 
 

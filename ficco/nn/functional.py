@@ -275,7 +275,7 @@ def no_view(y: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(y: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Split the last dimension. A change of one part in place is none of the others."""
+    """Split the last dimension. For autograd a change of one part in place changes no other."""
     if len(sizes) == 1:
         return (y,)
     split: Any = torch.unsafe_split_with_sizes

@@ -403,7 +403,7 @@ class Workspace:
         self, problem: AnyProblem, wanted: str | Schedule, machine: str | None, **how: Any
     ) -> Decision:
         """A decision (``how``: :func:`ficco.heuristics.decide`) for the machine with this name or
-        path. The user's cache folder stores what the model chooses."""
+        path. The model's choice is stored in the user's cache folder."""
         known, folder = self.known(machine).machine, cache_dir() / "decisions"
         return decide(problem, wanted, machine=known, folder=folder, **how)
 
