@@ -43,8 +43,8 @@ _END = "..."
 def write(path: Path, text: str, *, durable: bool = True) -> None:
     """Write a file atomically, and create its folders. A reader sees the old text or the new one.
 
-    Once the function has returned, the new text survives a loss of power, if it shall be durable. A
-    process that dies during the write leaves a hidden file in the folder.
+    With ``durable`` the new text survives a loss of power once the function has returned. A process
+    that dies during the write leaves a hidden file in the folder.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full. The old file is unchanged.
